@@ -131,8 +131,8 @@ FAULTS = (
     Fault(
         "start a segment's recomputation from the state before it",
         BLOCKED + "causal.py",
-        "outputs.kept(index) if index",
-        "outputs.kept(max(index - 1, 1)) if index",
+        "outputs.kept(first // SEGMENT) if first",
+        "outputs.kept(max(first // SEGMENT - 1, 1)) if first",
         "tests/laws/test_truth.py",
     ),
     Fault(

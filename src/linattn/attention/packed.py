@@ -65,14 +65,14 @@ def linear_attention_packed(
         [5.0, 5.0, 7.0]
     """
     packing = _Packing((query, key, value), (key_mask, key_bias), feature_map, cu_seqlens, enable_gqa=enable_gqa)
-
-    def attend(rows: _Batch) -> Tensor:
-        return linear_attention(
+    outs = [
+        linear_attention(
             *rows.tokens, feature_map, key_mask=rows.mask, key_bias=rows.bias, is_causal=is_causal,
             enable_gqa=enable_gqa, backend=backend,
-        )  # fmt: skip
-
-    return packing.packed([attend(batch) for batch in packing.batches()])
+        )
+        for rows in packing.batches()
+    ]  # fmt: skip
+    return packing.packed(outs)
 
 
 def linear_attention_packed_with_state(
@@ -104,13 +104,12 @@ def linear_attention_packed_with_state(
         ([8.0, 5.0, 7.0], [4.0, 2.0])
     """
     packing = _Packing((query, key, value), (key_mask, key_bias), feature_map, cu_seqlens, enable_gqa=enable_gqa)
-
-    def attend(rows: _Batch) -> Attended:
-        return linear_attention_with_state(
+    attended = [
+        linear_attention_with_state(
             *rows.tokens, feature_map, key_mask=rows.mask, key_bias=rows.bias, enable_gqa=enable_gqa, backend=backend
         )
-
-    attended = [attend(batch) for batch in packing.batches()]
+        for rows in packing.batches()
+    ]
     sums = zip(*(one.state.sums for one in attended), strict=True)
     S, z, m = (in_order(packing.groups, rows) for rows in sums)
     return Attended(packing.packed([one.out for one in attended]), State(S, z, m, attended[0].state.built_with))
@@ -149,7 +148,8 @@ class _Packing:
         """Batches of each power of two."""
         for group in self.groups:
             longest = max(map(self._length, group))
-            starts, lengths = (self._index([of(x) for x in group]).unsqueeze(-1) for of in (self._start, self._length))
+            starts = self._index([self._starts[x] for x in group]).unsqueeze(-1)
+            lengths = self._index([self._length(x) for x in group]).unsqueeze(-1)
             numbers, shape = torch.arange(longest, device=starts.device), (len(group), longest)
             # Places beyond a sequence repeat its last token.
             index = (starts + torch.minimum(numbers, lengths - 1)).flatten()
@@ -175,10 +175,6 @@ class _Packing:
         places = moved.repeat_interleave(lengths, output_size=self._starts[-1])
         places = places + torch.arange(self._starts[-1], device=places.device)
         return flat.index_select(1, places).unsqueeze(0)
-
-    def _start(self, sequence: int) -> int:
-        """First token of a sequence."""
-        return self._starts[sequence]
 
     def _length(self, sequence: int) -> int:
         """Tokens of a sequence."""

@@ -101,6 +101,18 @@ class FittedMap(FeatureMap):
                 "key/value heads"
             )
 
+    def _input(self, x: Tensor) -> Tensor:
+        """An input in float32 or float64; refused where it does not fit the map, or nothing was fitted."""
+        self._check_width(x)
+        self._fitted()
+        self._check_heads(x)
+        return x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float32)
+
+    def _with_fitted(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """An input, and the fitted tensors in its dtype."""
+        x = self._input(x)
+        return x, tuple(tensor.to(x.dtype) for tensor in self._fitted())
+
     def _fitted_digest(self) -> str:
         """A digest of the fitted tensors, or "None"; it waits for the device once after each change of them."""
         if self._fingerprint is not None:

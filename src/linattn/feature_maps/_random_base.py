@@ -35,12 +35,6 @@ def draw_projection(
         return (rows.squeeze(0) if num_heads is None else rows).contiguous()
 
 
-def orthogonal_pairs(num_rows: int, head_dim: int) -> int:
-    """Ordered pairs of rows of one block: Σ n_b·(n_b - 1), blocks of D rows and a last one of what remains."""
-    blocks, rest = divmod(num_rows, head_dim)
-    return blocks * head_dim * (head_dim - 1) + rest * (rest - 1)
-
-
 def _haar_blocks(heads: int, num_rows: int, head_dim: int, generator: torch.Generator) -> Tensor:
     """Unit rows (heads, m, D): each block of D rows is an orthogonal matrix of its own Haar draw, the last one cut."""
     num_blocks = -(-num_rows // head_dim)
@@ -216,7 +210,9 @@ class RandomFeatureMap(FeatureMap):
 
     def _rows(self) -> Rows:
         """Numbers of this draw that its moments depend on."""
-        pairs = orthogonal_pairs(self.num_rows, self.head_dim) if self.draw == "orthogonal" else 0
+        # Ordered pairs of rows of one block: Σ n_b·(n_b - 1), blocks of D rows and a last one of what remains.
+        blocks, rest = divmod(self.num_rows, self.head_dim)
+        pairs = blocks * self.head_dim * (self.head_dim - 1) + rest * (rest - 1) if self.draw == "orthogonal" else 0
         return Rows(self.num_rows, pairs, self.head_dim, self.lengths)
 
     def _draw(self) -> Tensor:

@@ -89,8 +89,11 @@ class ExponentialEstimator(SoftmaxEstimator):
 
     def _apart(self, weights: Tensor, dtype: torch.dtype) -> Powers:
         """The exponents taken apart, for weights in float64."""
-        constants, is_paired = self._own_constants(weights), self.features_per_row == 2
-        return Powers.of(weights, constants, self.scale, self._constant(), is_paired, dtype)
+        constants, constant = self._own_constants(weights), self._constant()
+        o = None if constants is None else (constants * LOG2_E).to(dtype)
+        shift = (((weights.new_zeros(1, 1) if constants is None else constants) + constant) * LOG2_E).to(dtype)
+        doubled, is_paired = (weights * LOG2_E).to(dtype), self.features_per_row == 2
+        return Powers(weights.to(dtype), doubled, o, shift, self.scale, constant, is_paired)
 
     def _prepare(self) -> None:
         """Forget the exponents taken apart."""

@@ -130,11 +130,7 @@ class Nystrom(FittedMap):
 
     def _logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """z̃·x̃ - |z̃|²/2, (..., L, R), in at least float32, and (K + ridge·I)^-½ in its dtype."""
-        self._check_width(x)
-        self._fitted()
-        self._check_heads(x)
-        if x.dtype not in self._prepared:
-            x = x.to(torch.float32)
+        x = self._input(x)
         weights, constants, whitening = self._prepared[x.dtype]
         return torch.matmul(x, weights) - constants, whitening
 

@@ -130,7 +130,7 @@ class Sderf(ExponentialEstimator, FittedMap):
     def _shifted_(self, exponents: Tensor, x: Tensor, weights: Tensor) -> Tensor:
         """W·x̃ - |x̃|²/2 + b, written over W·x̃; and wᵀA w + ¼·log det(I - 4A)."""
         swapped = self._prepared_from is not self.projection
-        constants = self._constants_of(self.projection).to(x.dtype) if swapped else self._constants[x.dtype][0]
+        constants = self._own_constants(weights).to(x.dtype) if swapped else self._constants[x.dtype][0]
         return super()._shifted_(exponents, x, weights).add_(constants)
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,12 +140,8 @@ class Sderf(ExponentialEstimator, FittedMap):
         return super()._operands(x)
 
     def _own_constants(self, weights: Tensor) -> Tensor:
-        """wᵀA w + ¼·log det(I - 4A)."""
-        return self._constants_of(self.projection)
-
-    def _constants_of(self, projection: Tensor) -> Tensor:
         """wᵀA w + ¼·log det(I - 4A) of each row, (1, R) or (Hkv, 1, R)."""
-        quadratic = ((projection @ self.tilt) * projection).sum(-1)
+        quadratic = ((self.projection @ self.tilt) * self.projection).sum(-1)
         constants: Tensor = quadratic + torch.linalg.slogdet(self._stretch)[1].unsqueeze(-1) / 2
         return constants.unsqueeze(-2)
 
@@ -158,7 +154,7 @@ class Sderf(ExponentialEstimator, FittedMap):
         super()._prepare()
         if self._tilt is not None:
             with torch.inference_mode(False), torch.no_grad():
-                self._constants = in_both_dtypes(self._constants_of(self.projection))
+                self._constants = in_both_dtypes(self._own_constants(self.projection))
 
     def _fitted_sizes(self) -> tuple[tuple[int, int], ...]:
         """Of S."""

@@ -10,7 +10,6 @@ the sweep reaches it, so that memory does not grow with its number. Letters as i
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from linattn.attention.backends.backend import Rows
 from linattn.attention.backends.blocked.blocks import Running, blocks, by_columns, num_blocks
@@ -67,26 +66,15 @@ def backward(feature_map: FeatureMap, saved: Saved, span: int = 0) -> Gradients:
         fold = JointGradients(feature_map, saved, span, at_once=SEGMENT)
     tokens = TokenGradients(*(x.new_empty(x.shape) for x in (inputs.query, inputs.key, inputs.value)))
     S, z = by_columns(saved.grads.S), saved.grads.z.clone(memory_format=torch.contiguous_format)
-    for index, segment in reversed(list(enumerate(segments(inputs, span)))):
-        before = outputs.kept(index) if index else sums_of(inputs)
-        _pull(fold, segment, before, S, z, tokens)
+    cut = _cut(inputs, span)
+    for first in reversed(range(0, len(cut), SEGMENT)):
+        before = outputs.kept(first // SEGMENT) if first else sums_of(inputs)
+        for visit in reversed(_segment_states(fold, cut[first : first + SEGMENT], before)):
+            # Those of the sums before a block are written over those after it.
+            for target, x in zip((S, z), fold.pull(visit, S, z, tokens), strict=True):
+                if x is not target:
+                    target.copy_(x)
     return Gradients((*tokens, S.contiguous(), z), fold.of_bias.total, fold.back.finish())
-
-
-def _pull(
-    fold: JointGradients | GroupedGradients,
-    segment: list[slice],
-    before: Sums,
-    S: Tensor,
-    z: Tensor,
-    tokens: TokenGradients,
-) -> None:
-    """Write the gradients of the sums before a segment over those after it; its tokens' are stored."""
-    for visit in reversed(_segment_states(fold, segment, before)):
-        sums = fold.pull(visit, S, z, tokens)
-        for target, x in zip((S, z), sums, strict=True):
-            if x is not target:
-                target.copy_(x)
 
 
 def _segment_states(fold: JointGradients | GroupedGradients, segment: list[slice], before: Sums) -> list[BlockState]:
@@ -105,12 +93,6 @@ def _segment_states(fold: JointGradients | GroupedGradients, segment: list[slice
             state.rescale(c)
             state.fold_in(phi_k, v, keys.total)
     return visits
-
-
-def segments(inputs: Causal, span: int) -> list[list[slice]]:
-    """The blocks of the forward and the backward pass, in segments."""
-    cut = _cut(inputs, span)
-    return [cut[first : first + SEGMENT] for first in range(0, len(cut), SEGMENT)]
 
 
 def _cut(inputs: Causal, span: int) -> list[slice]:

@@ -48,18 +48,6 @@ class TokenGradients(NamedTuple):
     key: Tensor  # (B, H, L, D)
     value: Tensor  # (B, H, L, Dv)
 
-    def store_query(self, block: slice, grad: Tensor) -> None:
-        """Write (B, H, G·n, D)."""
-        store_queries(self.query[..., block, :], grad)
-
-    def store_key(self, block: slice, masked: Tensor | None, grad: Tensor) -> None:
-        """Write (B, H, n, D)."""
-        store_masked(self.key[:, :, block], masked, grad)
-
-    def store_value(self, block: slice, masked: Tensor | None, grad: Tensor) -> None:
-        """Write (B, H, n, Dv)."""
-        store_masked(self.value[:, :, block], masked, grad)
-
 
 class Block(NamedTuple):
     """A block's tokens, in the accumulation dtype."""
@@ -124,9 +112,9 @@ class GroupedGradients(GroupedRows):
         gradients = self.back.pull((out, den, reference, *sums), leaves, (*wanted, grad_S, grad_z))
         for of_bias in gradients[5:]:
             self.of_bias.store(block, masked, of_bias)
-        tokens.store_query(block, gradients[0])
-        tokens.store_key(block, masked, gradients[1])
-        tokens.store_value(block, masked, gradients[2])
+        store_queries(tokens.query[..., block, :], gradients[0])
+        store_masked(tokens.key[:, :, block], masked, gradients[1])
+        store_masked(tokens.value[:, :, block], masked, gradients[2])
         return gradients[3], gradients[4]
 
 

@@ -101,20 +101,16 @@ def flat_places(feature_map: GroupedFeatureMap, m: Tensor) -> Tensor:
     return places.reshape(m.numel(), 1, places.shape[-1])
 
 
-def groups_of(feature_map: GroupedFeatureMap, query: Tensor, dtype: torch.dtype) -> Tensor:
-    """The groups (B, H, N) of queries (B, H, N, D), found piece by piece."""
-    size = max(_CHUNK // max(query.shape[:2].numel() * feature_map.num_groups, 1), 64)
-    pieces = [feature_map.group(x.to(dtype)) for x in query.split(size, -2)]
-    return torch.cat(pieces, -1) if pieces else query.new_zeros(query.shape[:-1], dtype=torch.int64)
-
-
 class TileReader:
     """Tiles of queries that read one group each; results have a spare row, which the tiles' free places write to."""
 
     def __init__(self, feature_map: GroupedFeatureMap, inputs: Read) -> None:
         self.feature_map, self.inputs = feature_map, inputs
-        rows = inputs.query.flatten(2, 3)
-        self.cut = tiles(groups_of(feature_map, rows, inputs.S.dtype), feature_map.num_groups)
+        rows, num_groups = inputs.query.flatten(2, 3), feature_map.num_groups
+        # Groups are found piece by piece: their distances are C numbers for each query.
+        size = max(_CHUNK // max(rows.shape[:2].numel() * num_groups, 1), 64)
+        pieces = [feature_map.group(x.to(inputs.S.dtype)) for x in rows.split(size, -2)]
+        self.cut = tiles(torch.cat(pieces, -1), num_groups)
         self.tokens, self.flat = rows.reshape(-1, rows.shape[-1]), flat_groups(feature_map, sums_of(inputs))
 
     def parts(self) -> Iterator[Tiles]:

@@ -22,6 +22,8 @@ from linattn.attention.backends.blocked.features import (
     query_rows,
     read_queries,
     repeated_query_features,
+    store_masked,
+    store_queries,
 )
 from linattn.attention.backends.blocked.grouped_causal import BlockState, TokenGradients
 from linattn.attention.backends.blocked.jumps import Split, split, split_gradients, split_rows
@@ -166,9 +168,9 @@ class JointGradients(JointRows):
             pulled = self._pull_joint(visit, rows, value, grad_S, grad_z).where(visit.safe, apart)
         block, masked = visit.block, self.keys.masked(visit.block)
         self.of_bias.store(block, masked, pulled.keys.log)
-        self.back.query(x_q, pulled.t, partial(tokens.store_query, block))
-        self.back.key(visit.x, pulled.keys, partial(tokens.store_key, block, masked))
-        tokens.store_value(block, masked, pulled.value)
+        self.back.query(x_q, pulled.t, partial(store_queries, tokens.query[..., block, :]))
+        self.back.key(visit.x, pulled.keys, partial(store_masked, tokens.key[:, :, block], masked))
+        store_masked(tokens.value[:, :, block], masked, pulled.value)
         return pulled.S, pulled.z
 
     def _pull_joint(self, visit: BlockState, rows: SavedRows, value: Tensor, grad_S: Tensor, grad_z: Tensor) -> Pulled:
@@ -231,5 +233,5 @@ class JointGradients(JointRows):
         if cut is None:
             return Pulled(grad_t, of_keys, grad_v, grad_S, grad_z)
         num, den = (x.view(*value.shape[:2], *x.shape[1:]) for x in (grad_num, grad_den))
-        inner = split_gradients(cut, length, num, den, rows.reference)
-        return Pulled(grad_t + inner.t, of_keys.join(inner.keys, torch.add), grad_v + inner.value, grad_S, grad_z)
+        inner_t, inner_keys, inner_v = split_gradients(cut, length, num, den, rows.reference)
+        return Pulled(grad_t + inner_t, of_keys.join(inner_keys, torch.add), grad_v + inner_v, grad_S, grad_z)
