@@ -47,9 +47,9 @@ FAULTS = (
     ),
     Fault(
         "take one position more than there are",
-        ROOM + "_base.py",
-        "high >= max_length",
-        "high > max_length",
+        ROOM + "encodings.py",
+        "high >= self.max_length",
+        "high > self.max_length",
         ENCODINGS,
     ),
     Fault(

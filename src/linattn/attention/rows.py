@@ -12,6 +12,7 @@ from linattn.attention.bound_map import bind
 from linattn.attention.sums import lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.softmax.attention import causal_mask, exponentials, inert
+from linattn.softmax.checking import check_indices
 from linattn.softmax.precision import accumulation_dtype
 from linattn.softmax.tracing import is_fake
 
@@ -76,10 +77,7 @@ def attention_rows(
 
 def _check_index(query_index: Tensor, length: int) -> Tensor:
     """The rows as non-negative indices."""
-    if query_index.ndim != 1 or query_index.dtype.is_floating_point or query_index.dtype == torch.bool:
-        raise ValueError(
-            f"query_index must be a 1-D integer tensor, got {query_index.dtype} of shape {tuple(query_index.shape)}"
-        )
+    check_indices(query_index, "query_index")
     if not torch.compiler.is_compiling() and is_fake(query_index):
         return query_index % max(length, 1)
     if query_index.numel() and not -length <= int(query_index.min()) <= int(query_index.max()) < length:

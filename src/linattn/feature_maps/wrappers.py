@@ -128,7 +128,8 @@ class Balanced(Wrapper):
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The input in at least float32; what multiplies queries and what multiplies keys from the right, as it."""
         x = self._input(x)
-        return x, *self._prepared[x.dtype]
+        forward, backward = self._prepared[x.dtype]
+        return x, forward, backward
 
     def _fitted_sizes(self) -> tuple[tuple[int, int], ...]:
         """Of M."""

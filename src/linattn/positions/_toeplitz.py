@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -38,7 +39,9 @@ class Kernel(NamedTuple):
     @classmethod
     def of(cls, bias: Tensor, num_tokens: int, *, is_causal: bool) -> Self:
         """From biases (H or 1, Hb, n) of distances from 0, or of both signs around the middle."""
-        length = _smooth(max(2 * num_tokens - 1, 1))
+        needed = max(2 * num_tokens - 1, 1)
+        # Fast to transform: 1, 3, 5, 9 or 15 times a power of two.
+        length = min(odd << max(0, math.ceil(math.log2(needed / odd))) for odd in (1, 3, 5, 9, 15))
         bias = bias.double()
         zero = 0 if is_causal else bias.shape[-1] // 2
         later = bias[..., zero : zero + num_tokens]
@@ -85,12 +88,9 @@ class Columns:
         for start in range(0, max(x.shape[2], 1), _BLOCK):
             at = slice(start, start + _BLOCK)
             row = tuple(peak if i == 0 or peak is None else peak[:, :, at] for i, peak in enumerate(peaks))
-            parts.append(self._run(function, x[:, :, at], *row, columns))
+            run = partial(self._bound.run, function, self._device)
+            parts.append(recomputed(run, x[:, :, at], *row, columns))
         return torch.cat(parts, 2)
-
-    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """With the map's tensors of the call, recomputed by backward."""
-        return recomputed(lambda *inputs: self._bound.run(function, self._device, *inputs), *arguments)
 
     def _key_peak(self) -> Tensor | None:
         """The largest exponent over attended keys of each feature, (B, H, 1, R or 1); None where there are none."""
@@ -115,7 +115,9 @@ class Columns:
             return None
         rows = self._tokens.query.flatten(2, 3)
         parts = [
-            (self._bound.run(_query, self._device, block) + self._peak).amax(-1, keepdim=True)
+            (self._bound.run(lambda feature_map, x: feature_map.query(x), self._device, block) + self._peak).amax(
+                -1, keepdim=True
+            )
             for block in rows.split(_BLOCK, 2)
         ]
         return torch.cat(parts, 2)
@@ -127,8 +129,10 @@ def convolved(columns: Columns, tokens: Tokens, kernel: Kernel) -> tuple[Tensor,
     value = torch.cat((tokens.value, torch.ones_like(tokens.value[..., :1])), -1).mT.contiguous()
     rounding = torch.finfo(torch.float64).eps * math.log2(max(kernel.length, 2))
     total, noise = None, tokens.query.new_zeros(tokens.query.shape[:4])
-    for chunk in _chunks(columns.num_features, tokens.query, value, kernel):
-        part, faint = recomputed(_chunk_sums, columns, tokens.at, value, kernel, chunk)
+    # As many features at once as transforms may hold numbers.
+    size = max(1, _CHUNK // max(1, tokens.query.shape[:3].numel() * value.shape[2] * kernel.length))
+    for start in range(0, columns.num_features, size):
+        part, faint = recomputed(_chunk_sums, columns, tokens.at, value, kernel, slice(start, start + size))
         total = part if total is None else total + part
         noise += rounding * faint
     assert total is not None
@@ -169,18 +173,6 @@ def _column_sums(value: Tensor, phi_k: Tensor, phi_q: Tensor, at: Tensor | None,
     return products
 
 
-def _chunks(num_features: int, query: Tensor, value: Tensor, kernel: Kernel) -> list[slice]:
-    """Features in chunks whose transforms hold about as many numbers as they may."""
-    held = query.shape[:3].numel() * value.shape[2] * kernel.length
-    size = max(1, _CHUNK // max(1, held))
-    return [slice(start, start + size) for start in range(0, num_features, size)]
-
-
-def _smooth(number: int) -> int:
-    """The least length from `number` on that is 1, 3, 5, 9 or 15 times a power of two: fast to transform."""
-    return min(odd << max(0, math.ceil(math.log2(number / odd))) for odd in (1, 3, 5, 9, 15))
-
-
 def _key_exponents(feature_map: FeatureMap, x: Tensor) -> Tensor | None:
     """The exponents of keys, or the logarithms of their weights as one exponent; None without either."""
     if feature_map.exponential:
@@ -199,11 +191,6 @@ def _key_columns(feature_map: FeatureMap, x: Tensor, peak: Tensor | None, column
     exponents = _key_exponents(feature_map, x)
     assert exponents is not None
     return phi * torch.exp(exponents - peak)
-
-
-def _query(feature_map: FeatureMap, x: Tensor) -> Tensor:
-    """A map's method as a function."""
-    return feature_map.query(x)
 
 
 def _query_columns(

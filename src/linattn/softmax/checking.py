@@ -164,11 +164,11 @@ def check_dense(**tensors: object) -> None:
             )
 
 
-def check_indices(indices: Tensor) -> None:
+def check_indices(indices: Tensor, name: str = "indices") -> None:
     """Refuse what is no list of numbers of rows."""
     if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
         raise ValueError(
-            f"indices must be a 1-D integer tensor, got {indices.dtype} of shape {tuple(indices.shape)}; "
+            f"{name} must be a 1-D integer tensor, got {indices.dtype} of shape {tuple(indices.shape)}; "
             "turn a mask into indices with mask.nonzero().squeeze(1)"
         )
 

@@ -1,7 +1,7 @@
 """The folds of this backend: one pass over keys, S += φ(k)vᵀ and z += Σ φ(k), one over queries, out = φ(q)ᵀS / φ(q)ᵀz,
 block by block and back, and the causal one.
 
-A part of the queries is a block of tokens, or where a grouped map reads a chunk of tiles (grouped_reading.py). Letters
+A part of the queries is a block of tokens, or where a grouped map reads a chunk of tiles (grouped.py). Letters
 as in blocked/__init__.py.
 """
 
@@ -27,7 +27,7 @@ from linattn.attention.backends.blocked.features import (
     store_queries,
 )
 from linattn.attention.backends.blocked.fold import Fold
-from linattn.attention.backends.blocked.grouped_reading import TileGradients, TileReader
+from linattn.attention.backends.blocked.grouped import TileGradients, TileReader
 from linattn.attention.backends.blocked.records import (
     Absorb,
     Causal,
