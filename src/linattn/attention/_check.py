@@ -44,7 +44,8 @@ def checked_for(
     *,
     enable_gqa: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """`linattn.softmax.checking.checked`, and tensors the map was not built for refused."""
+    """`linattn.softmax.checking.checked`, and what is no map, or was not built for these tensors, refused."""
+    check_map(feature_map)
     query, key, value, bias = checked(tokens, key_mask, key_bias, enable_gqa=enable_gqa)
     if query.shape[-1] != feature_map.head_dim:
         raise ValueError(

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention._check import check_map, checked_for
+from linattn.attention._check import checked_for
 from linattn.attention.functional import Attended, linear_attention, linear_attention_with_state
 from linattn.attention.state import State
 from linattn.feature_maps import FeatureMap
+from linattn.softmax.checking import check_dtype
 from linattn.softmax.row_groups import in_order
 from linattn.softmax.tracing import is_fake
 
@@ -135,7 +136,6 @@ class _Packing:
         *,
         enable_gqa: bool,
     ) -> None:
-        check_map(feature_map)
         *self._tokens, _ = checked_for(feature_map, tokens, *weights, enable_gqa=enable_gqa)
         self._mask, self._bias = weights
         self._starts = _checked_starts(cu_seqlens, *self._tokens[:2])
@@ -204,9 +204,7 @@ def _checked_starts(cu_seqlens: Tensor, query: Tensor, key: Tensor) -> list[int]
             "for each sequence where they differ"
         )
     wanted = "a tensor (N + 1,) of int32 or int64: where sequences start, and the number of tokens"
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"cu_seqlens must be {wanted}, got {got}; convert it with cu_seqlens.int()")
+    check_dtype("cu_seqlens", cu_seqlens, (torch.int32, torch.int64), wanted, "convert it with cu_seqlens.int()")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
         raise ValueError(
             f"cu_seqlens must be {wanted}, got the shape {tuple(cu_seqlens.shape)}; it is the running sum of the "
@@ -219,13 +217,9 @@ def _checked_starts(cu_seqlens: Tensor, query: Tensor, key: Tensor) -> list[int]
         )
     starts: list[int] = cu_seqlens.tolist()
     if starts[0] != 0 or starts[-1] != key.shape[2] or starts != sorted(starts):
+        shown = starts if len(starts) <= 8 else f"[{', '.join(map(str, starts[:4]))}, …, {starts[-1]}]"
         raise ValueError(
-            f"cu_seqlens must rise from 0 to the number of tokens, {key.shape[2]}, got {_shown(starts)}; it is the "
-            "running sum of the lengths, with 0 before it"
+            f"cu_seqlens must rise from 0 to the number of tokens, {key.shape[2]}, got {shown}; it is the running sum "
+            "of the lengths, with 0 before it"
         )
     return starts
-
-
-def _shown(starts: Sequence[int]) -> str:
-    """At most eight numbers."""
-    return str(starts) if len(starts) <= 8 else f"[{', '.join(map(str, starts[:4]))}, …, {starts[-1]}]"

@@ -13,8 +13,8 @@ from linattn.attention._check import check_continues, check_map, check_tensors, 
 from linattn.attention.backends import Call, choose
 from linattn.attention.backends.backend import as_partial
 from linattn.attention.bound_map import bind
-from linattn.attention.sums import Sums, larger, no_sums, relative_to, split_factor
-from linattn.attention.window import WindowKeys, decayed, width_of
+from linattn.attention.sums import Sums, no_sums, relative_to, split_factor
+from linattn.attention.window import WindowKeys, decayed
 from linattn.feature_maps import FeatureMap
 from linattn.softmax.checking import check_dense, check_indices
 from linattn.softmax.partial import Partial, combine
@@ -191,7 +191,10 @@ class State(Restored):
                     f"cannot merge states of shapes {tuple(x.shape)} and {tuple(y.shape)} of {name}, on {x.device} and "
                     f"{y.device}; merge states of one batch, of as many heads and of one value width, on one device"
                 )
-        apart = larger(self, other)
+        apart = None
+        if self.apart is not None or other.apart is not None:
+            zero = self.m.new_zeros(self.m.shape[:2], dtype=torch.float64)
+            apart = torch.maximum(*(zero if x.apart is None else x.apart for x in (self, other)))
         first, second = (x.without(apart)._relative_sums for x in (self, other))
         return State(*first.merge(second), self.built_with, apart=apart)
 
@@ -262,7 +265,8 @@ class State(Restored):
     def __repr__(self) -> str:
         """Shapes, dtype, device and the map, on one line."""
         batch, heads, num_features, value_dim = self.S.shape
-        window = "" if self.window is None else f", window={width_of(self.window)}"
+        keys = self.window.keys[0] if isinstance(self.window, RowGroups) else self.window
+        window = "" if keys is None else f", window={keys.width}"
         return (
             f"State(batch={batch}, heads={heads}, features={num_features}, value_dim={value_dim}{window}, "
             f"{self.S.dtype}, {self.S.device}, built_with={self.built_with})"

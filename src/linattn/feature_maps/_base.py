@@ -44,6 +44,7 @@ class FeatureMap(nn.Module, ABC):
     nonnegative: bool = True
     softmax_kernel: bool = False
     scale: float
+    _settings: tuple[str, ...] = ()  # attributes that `repr` names
 
     def __init__(self, head_dim: int, num_features: int) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ class FeatureMap(nn.Module, ABC):
         """`query`, written into a buffer (..., L, R) unless it is the input itself; no gradient is recorded.
 
         Attention calls this block by block on one buffer: fresh memory costs more than arithmetic. Maps with a matrix
-        product override it. An exponential map's exponents are written over by attention.
+        product override it, exponential ones `write_query_powers`, whose exponents are written over by attention.
         """
         return _written(self.query, x, out)
 
@@ -201,6 +202,10 @@ class FeatureMap(nn.Module, ABC):
             Tensors of shape (B, Hkv, ·, D), by the names of the map's buffers.
         """
         return {}
+
+    def extra_repr(self) -> str:
+        """Every setting, from Python values only: reading it never waits for a device."""
+        return ", ".join(f"{name.lstrip('_')}={getattr(self, name)!r}" for name in self._settings)
 
     def _check(self, x: Tensor) -> None:
         """Refuse inputs of another head width or number of heads."""

@@ -91,6 +91,7 @@ class RandomFeatureMap(FeatureMap):
     """
 
     features_per_row: int = 1
+    _settings: tuple[str, ...] = ("head_dim", "num_features", "draw", "lengths", "scale", "_seed", "num_heads")
     projection: Tensor
     seed: Tensor
     _draw_digest: str | None
@@ -160,20 +161,19 @@ class RandomFeatureMap(FeatureMap):
     def variance(self, q: Tensor, k: Tensor) -> Tensor:
         """Variance of the estimate φ(q)·φ(k) over draws, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
 
-    @abstractmethod
     def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
         """Variance of φ(q)·φ(k) over draws divided by the squared kernel, in float64, of the shape of the arguments.
 
         Args:
             sum_square: |x + y|², x = √scale·q and y = √scale·k; any shape.
             difference_square: |x - y|², of the same shape.
-        """
 
-    def extra_repr(self) -> str:
-        """Every setting, from Python values only: reading it never waits for a device."""
-        return (
-            f"head_dim={self.head_dim}, num_features={self.num_features}, draw={self.draw!r}, "
-            f"lengths={self.lengths!r}, scale={self.scale}, seed={self._seed}, num_heads={self.num_heads}"
+        Raises:
+            ValueError: the variance is not a function of these alone, as that of `RandomRelu` and `Sderf`.
+        """
+        raise ValueError(
+            f"the relative variance of {type(self).__name__} is not a function of |x + y|² and |x - y|² alone; call "
+            "variance(q, k)"
         )
 
     def draw_digest(self) -> str:

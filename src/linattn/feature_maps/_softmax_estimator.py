@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._moments import log_mean_exp
-from linattn.feature_maps._powers import Powers, add_multiplied_, multiplied
+from linattn.feature_maps._powers import Powers, add_multiplied_
 from linattn.feature_maps._random_base import RandomFeatureMap
 from linattn.softmax.precision import LOG2_E
 
@@ -56,11 +56,6 @@ class ExponentialEstimator(SoftmaxEstimator):
         x, weights = self._operands(x)
         # In place: the product is nobody else's.
         return self._shifted_(torch.matmul(x, weights), x, weights)
-
-    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
-        """`query` with the product written into `out`."""
-        x, weights = self._operands(x)
-        return self._shifted_(multiplied(x, weights, out), x, weights)
 
     def write_query_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
         """In one product, which all terms are added to; W is multiplied by log₂e beforehand."""

@@ -81,7 +81,9 @@ class Expansion(GroupedFeatureMap, FittedMap):
 
     softmax_kernel = True
     fitted_buffers = ("centres", "probes", "key_mean", "spread")
+    _fitted_sizes = (("num_centres", "head_dim"), ("num_centres", "head_dim"), (1, "head_dim"), (1, 1))
     _option = "centres"
+    _settings = ("head_dim", "num_centres", "order", "scale")
     _least_dtype = torch.float32
     centres: Tensor | None
     probes: Tensor | None
@@ -248,13 +250,6 @@ class Expansion(GroupedFeatureMap, FittedMap):
         weight = self.scale * (centre @ k.mT) + self.query_log_weight(q).unsqueeze(-1)
         return torch.exp(weight) * series
 
-    def extra_repr(self) -> str:
-        """Every setting, and a digest of the centres."""
-        return (
-            f"head_dim={self.head_dim}, num_centres={self.num_centres}, order={self.order}, scale={self.scale}, "
-            f"centres={self._fitted_digest()}"
-        )
-
     def _find(
         self, query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, seed: int
     ) -> dict[str, Tensor]:
@@ -276,10 +271,6 @@ class Expansion(GroupedFeatureMap, FittedMap):
         centres = means(queries, weight, cluster, overall.expand(*overall.shape[:-2], self.num_centres, -1))
         spread = size.sqrt()[..., None, None]
         return {"centres": centres, "probes": centres @ metric, "key_mean": key_mean, "spread": spread}
-
-    def _fitted_sizes(self) -> tuple[tuple[int, int], ...]:
-        """Of centres, probes, mean key and spread."""
-        return (self.num_centres, self.head_dim), (self.num_centres, self.head_dim), (1, self.head_dim), (1, 1)
 
 
 def _sampled(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -69,7 +69,9 @@ class Balanced(Wrapper):
     """
 
     fitted_buffers = ("transform",)
+    _fitted_sizes = (("head_dim", "head_dim"),)
     _option = "transform"
+    _settings = ("ridge",)
     transform: Tensor | None
 
     def __init__(self, inner: FeatureMap, *, ridge: float = 1e-6, transform: Tensor | None = None) -> None:
@@ -111,10 +113,6 @@ class Balanced(Wrapper):
         x, _, backward = self._operands(x)
         return torch.matmul(self.inner.key_vjp(torch.matmul(x, backward), grad), backward.mT)
 
-    def extra_repr(self) -> str:
-        """Every setting, and a digest of M."""
-        return f"ridge={self.ridge}, transform={self._fitted_digest()}"
-
     def _moved_query(self, x: Tensor) -> tuple[Tensor, None]:
         """M q."""
         x, forward, _ = self._operands(x)
@@ -130,10 +128,6 @@ class Balanced(Wrapper):
         x = self._input(x)
         forward, backward = self._prepared[x.dtype]
         return x, forward, backward
-
-    def _fitted_sizes(self) -> tuple[tuple[int, int], ...]:
-        """Of M."""
-        return ((self.head_dim, self.head_dim),)
 
     def _check_fitted(self, *tensors: Tensor) -> None:
         """Refuse transforms of another shape, and such that have no inverse."""
@@ -208,6 +202,7 @@ class Centred(Wrapper):
     """
 
     fitted_buffers = ("query_mean", "key_mean")
+    _fitted_sizes = ((1, "head_dim"), (1, "head_dim"))
     _option = "query_mean and key_mean"
     _least_dtype = torch.float32
     query_mean: Tensor | None
@@ -295,7 +290,3 @@ class Centred(Wrapper):
         """k - k̄ and scale·q̄·k, (..., L, 1)."""
         x, (query_mean, key_mean) = self._with_fitted(x)
         return x - key_mean, torch.matmul(x, query_mean.mT) * self.scale
-
-    def _fitted_sizes(self) -> tuple[tuple[int, int], ...]:
-        """Of both means."""
-        return ((1, self.head_dim),) * 2

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.attention import State
-from linattn.nn.streams import Attended, KeptTokens, Stream
+from linattn.nn.streams import Attended, KeptTokens, Stream, kind_of
 from linattn.positions import Gate, Gates, Position, token_positions
 from linattn.softmax.checking import check_dense, check_mask
 
@@ -48,6 +48,7 @@ class Attention(nn.Module, ABC):
     """
 
     parts: Parts | None = None
+    _keeps: type[State | KeptTokens]  # what its streams hold
 
     def __init__(
         self,
@@ -142,10 +143,14 @@ class Attention(nn.Module, ABC):
                 "or load its weights into another"
             )
         self._check_tokens(x, None, key_mask)
-        past = None if state is None else self._checked_kept(state)
+        if state is not None and not (isinstance(state, Stream) and isinstance(state.kept, self._keeps)):
+            raise TypeError(
+                f"a {type(self).__name__} goes on from the Stream of a {self._keeps.__name__}, got {kind_of(state)}; "
+                "give each layer the state that it returned"
+            )
         x = _silenced(x, key_mask)
-        before = None if state is None else state.num_before(x)
-        out, past = self._attend_with_state(self._heads(x, x, key_mask, before), past)
+        before, kept = (None, None) if state is None else (state.num_before(x), state.kept)
+        out, past = self._attend_with_state(self._heads(x, x, key_mask, before), kept)
         number = torch.full((x.shape[0],), x.shape[1], dtype=torch.int64, device=x.device)
         number = number if key_mask is None else key_mask.sum(1)
         return Attended(self._merged(out, x), Stream(past, number if before is None else before + number))
@@ -157,10 +162,6 @@ class Attention(nn.Module, ABC):
     @abstractmethod
     def _attend_with_state(self, heads: Heads, past: Any) -> tuple[Tensor, State | KeptTokens]:
         """Attention after what was kept, None for nothing: (B, H, L, D), and what is kept now."""
-
-    @abstractmethod
-    def _checked_kept(self, state: Stream) -> State | KeptTokens:
-        """The State or tokens in a stream of this kind of layer; refuse others."""
 
     def _heads(self, x: Tensor, source: Tensor, key_mask: Tensor | None, before: Tensor | None) -> Heads:
         """The call's tokens in heads, at their positions after so many (B,) before, with their gates."""

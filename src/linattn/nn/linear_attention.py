@@ -12,7 +12,6 @@ from linattn.attention._check import check_map
 from linattn.attention.window import check_window
 from linattn.feature_maps import FeatureMap
 from linattn.nn.attention import Attention, Heads, QkNorm
-from linattn.nn.streams import Stream, kind_of
 from linattn.positions import Gate, Position, gated_attention_with_state
 
 
@@ -67,6 +66,8 @@ class LinearAttention(Attention):
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 4-6; Vaswani et al. 2017 (arXiv 1706.03762), section
         3.2.2; Qiu et al. 2025 (arXiv 2505.06708) for the output gate.
     """
+
+    _keeps = State
 
     def __init__(
         self,
@@ -188,15 +189,6 @@ class LinearAttention(Attention):
         if heads.gates is None:
             return linear_attention_with_state(*tokens, past, key_mask=mask, enable_gqa=True, window=window)
         return gated_attention_with_state(*tokens, heads.gates, past, key_mask=mask, enable_gqa=True, window=window)
-
-    def _checked_kept(self, state: Stream) -> State:
-        """The op's state."""
-        if not isinstance(state, Stream) or not isinstance(state.kept, State):
-            raise TypeError(
-                f"a linear layer goes on from the Stream of a linattn.State, got {kind_of(state)}; give each layer the "
-                "state that it returned"
-            )
-        return state.kept
 
 
 def _check_representable(mha: nn.MultiheadAttention) -> None:

@@ -52,6 +52,8 @@ from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.feature_maps._map_gradients import MapGradients
 from linattn.softmax.precision import LOG2_E
 
+# The sums are kept every so many blocks for the backward pass, which then folds each block in once more, not twice.
+SEGMENT = 16
 # A denominator may shrink to exp(-40), far above float32's smallest normal number, exp(-87).
 _MAX_JUMP = 40.0
 
@@ -256,10 +258,6 @@ class JointGradients(JointRows):
         return Pulled(grad_t + inner_t, of_keys.join(inner_keys, torch.add), grad_v + inner_v, grad_S, grad_z)
 
 
-# The sums are kept every so many blocks for the backward pass, which then folds each block in once more, not twice.
-SEGMENT = 16
-
-
 def forward(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalOutputs:
     """Rows, and what the backward pass needs; with `span`, of the keys of earlier spans of so many tokens only."""
     checkpoints = empty_checkpoints(inputs, span)
@@ -268,14 +266,14 @@ def forward(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalOut
 
 
 def sweep(feature_map: FeatureMap, inputs: Causal, span: int, checkpoints: Sums | None = None) -> tuple[Rows, Sums]:
-    """Rows, and the sums after them; `kept` is where those before every segment but the first are written."""
+    """Rows, and the sums after them; `checkpoints` is where those before every segment but the first are written."""
     fold: JointRows | GroupedRows
     if isinstance(feature_map, GroupedFeatureMap):
         fold = GroupedRows(feature_map, inputs, span)
     else:
         fold = JointRows(feature_map, inputs, span)
     state, rows = Running(sums_of(inputs)), empty_rows(inputs.query, inputs.S)
-    for index, block in enumerate(_cut(inputs, span)):
+    for index, block in enumerate(blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span)):
         if checkpoints is not None and index and index % SEGMENT == 0:
             for target, now in zip(checkpoints, state.views(), strict=True):
                 target[:, index // SEGMENT - 1] = now
@@ -294,7 +292,7 @@ def backward(feature_map: FeatureMap, saved: Saved, span: int = 0) -> Gradients:
         fold = JointGradients(feature_map, saved, span, at_once=SEGMENT)
     tokens = TokenGradients(*(x.new_empty(x.shape) for x in (inputs.query, inputs.key, inputs.value)))
     S, z = by_columns(saved.grads.S), saved.grads.z.clone(memory_format=torch.contiguous_format)
-    cut = _cut(inputs, span)
+    cut = blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span)
     for first in reversed(range(0, len(cut), SEGMENT)):
         before = outputs.kept(first // SEGMENT) if first else sums_of(inputs)
         for visit in reversed(_segment_states(fold, cut[first : first + SEGMENT], before)):
@@ -321,11 +319,6 @@ def _segment_states(fold: JointGradients | GroupedGradients, segment: list[slice
             state.rescale(c)
             state.fold_in(phi_k, v, keys.total)
     return visits
-
-
-def _cut(inputs: Causal, span: int) -> list[slice]:
-    """All blocks."""
-    return blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span)
 
 
 def empty_outputs(inputs: Causal, span: int) -> CausalOutputs:

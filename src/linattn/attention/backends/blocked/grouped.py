@@ -45,13 +45,6 @@ class Tiles(NamedTuple):
     free: Tensor  # (t, T) bool, places that only repeat
     spare: int  # B·H·N
 
-    def chunks(self, widest: int) -> Iterator[Tiles]:
-        """Consecutive tiles, so many that a tensor of `widest` numbers per tile stays small."""
-        size = max(_CHUNK // max(widest, 1), 1)
-        for start in range(0, len(self.group), size):
-            part = slice(start, start + size)
-            yield Tiles(self.query[part], self.group[part], self.free[part], self.spare)
-
     @property
     def target(self) -> Tensor:
         """(t·T,): where a tile's rows go in a tensor with one row to spare, which takes the free places'."""
@@ -127,9 +120,12 @@ class TileReader:
         self.tokens, self.flat = rows.reshape(-1, rows.shape[-1]), flat_groups(feature_map, sums_of(inputs))
 
     def parts(self) -> Iterator[Tiles]:
-        """Chunks whose features and sums are small."""
-        num_local = self.feature_map.num_local
-        return self.cut.chunks(num_local * self.flat.S.shape[-1] + self.cut.query.shape[-1] * num_local)
+        """Chunks of consecutive tiles whose features and sums are small."""
+        query, group, free, spare = self.cut
+        size = max(_CHUNK // max(self.feature_map.num_local * (self.flat.S.shape[-1] + query.shape[-1]), 1), 1)
+        for start in range(0, len(group), size):
+            part = slice(start, start + size)
+            yield Tiles(query[part], group[part], free[part], spare)
 
     def rows(self) -> Rows:
         """All rows, (B, H, G, L, …)."""
@@ -163,24 +159,20 @@ class TileGradients(TileReader):
         self._query = self.tokens.new_empty(len(self.tokens) + 1, self.tokens.shape[-1])
         self._grads = [torch.zeros_like(x) for x in (self.flat.places, self.flat.S, self.flat.z)]
 
-    def _pull(self, part: Tiles) -> None:
-        """Store the gradients of a chunk's queries, add those of places and sums."""
-        leaves = [x.detach().requires_grad_() for x in (self._queries(part), *self.flat.of(part.group))]
-        with torch.enable_grad():
-            num, den, log_weight = self._sums(*leaves)
-            out = num / den.masked_fill(den == 0, torch.inf).unsqueeze(-1)
-        grad_out, *grads = (x[part.query].to(den.dtype) for x in self._flat_grads)
-        # Free places repeat a query: only its own place passes a gradient on.
-        wanted = [grad_out.masked_fill(part.free.unsqueeze(-1), 0), *(x.masked_fill(part.free, 0) for x in grads)]
-        grad_query, *sum_grads = pulled((out, den, log_weight), leaves, wanted)
-        self._query.index_copy_(0, part.target, grad_query.flatten(0, 1).to(self._query.dtype))
-        for total, grad in zip(self._grads, sum_grads, strict=True):
-            total.index_add_(0, part.group, grad)
-
     def gradients(self) -> Gradients:
-        """Gradients of all inputs."""
+        """Gradients of all inputs: those of a chunk's queries are stored, those of places and sums added up."""
         for part in self.parts():
-            self._pull(part)
+            leaves = [x.detach().requires_grad_() for x in (self._queries(part), *self.flat.of(part.group))]
+            with torch.enable_grad():
+                num, den, log_weight = self._sums(*leaves)
+                out = num / den.masked_fill(den == 0, torch.inf).unsqueeze(-1)
+            grad_out, *grads = (x[part.query].to(den.dtype) for x in self._flat_grads)
+            # Free places repeat a query: only its own place passes a gradient on.
+            wanted = [grad_out.masked_fill(part.free.unsqueeze(-1), 0), *(x.masked_fill(part.free, 0) for x in grads)]
+            grad_query, *sum_grads = pulled((out, den, log_weight), leaves, wanted)
+            self._query.index_copy_(0, part.target, grad_query.flatten(0, 1).to(self._query.dtype))
+            for total, grad in zip(self._grads, sum_grads, strict=True):
+                total.index_add_(0, part.group, grad)
         query, S, z, m = self.inputs
         grad_places, grad_S, grad_z = self._grads
         totals = []
@@ -304,16 +296,12 @@ def rows(feature_map: GroupedFeatureMap, block: Block, span: int, before: Sums) 
     place = flat.places.squeeze(1).index_select(0, which).unflatten(0, group.shape)
     phi_q, log_weight = feature_map.local_query(block.query, place, own_z)
     num = torch.matmul(weights * torch.matmul(phi_q, psi.mT), block.value)
-    num = num + decay * read_groups(phi_q, group, flat.S, feature_map.num_groups)
-    return num, feature_map.normalizer(phi_q, own_z), reference + log_weight
-
-
-def read_groups(phi_q: Tensor, group: Tensor, S: Tensor, num_groups: int) -> Tensor:
-    """φ(q)ᵀS of each query's own group: (B, H, N, F), (B, H, N), (B·H·C, F, Dv) -> (B, H, N, Dv)."""
-    cut = tiles(group, num_groups)
-    products = torch.bmm(cut.pick(phi_q.flatten(0, 2)), S.index_select(0, cut.group))
-    out = products.new_empty(group.numel() + 1, S.shape[-1])
-    return out.index_copy(0, cut.target, products.flatten(0, 1))[:-1].view(*group.shape, S.shape[-1])
+    # φ(q)ᵀS of each query's own group, tile by tile; the row to spare takes what the tiles' free places read.
+    cut, value_dim = tiles(group, feature_map.num_groups), flat.S.shape[-1]
+    products = torch.bmm(cut.pick(phi_q.flatten(0, 2)), flat.S.index_select(0, cut.group))
+    out = products.new_empty(group.numel() + 1, value_dim)
+    out = out.index_copy(0, cut.target, products.flatten(0, 1))[:-1].view(*group.shape, value_dim)
+    return num + decay * out, feature_map.normalizer(phi_q, own_z), reference + log_weight
 
 
 def after(feature_map: GroupedFeatureMap, block: Block, before: Sums) -> tuple[Tensor, Tensor]:
