@@ -14,7 +14,6 @@ from torch import Tensor
 from linattn.attention.backends.backend import Call, Rows, regular
 from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
-from linattn.softmax.attention import causal_mask
 
 # Terms of the logarithms that are summed at once.
 _FEW_TERMS = 2**18
@@ -31,10 +30,7 @@ class Reference:
         """All weights, then their sums."""
         bound, *tokens, bias, is_causal = call
         num_queries, num_keys = call.query.shape[3], call.key.shape[2]
-        if is_causal:
-            visible = causal_mask(num_queries, num_keys, call.key.device, span)
-        else:
-            visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=call.key.device)
+        visible = _visible(num_queries, num_keys, call.key.device, is_causal=is_causal, span=span)
         rows, sums = bound.run(_attend, call.key.device, *tokens, bias, before, visible)
         return Rows(*rows), Sums(*sums)
 
@@ -130,6 +126,15 @@ def _grouped_rows(
     den = torch.where(row_sums[..., -1] < least / 2, least, row_sums[..., -1])
     row_sums = torch.cat((row_sums[..., :-1], den.unsqueeze(-1)), -1)
     return row_sums.unflatten(2, shape), (reference + log_weight).unflatten(2, shape)
+
+
+def _visible(num_queries: int, num_keys: int, device: torch.device, *, is_causal: bool, span: int) -> Tensor:
+    """Which keys a query sees, (Lq, Lk)."""
+    every = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    if span:
+        number = torch.arange(num_keys, device=device) // span
+        return number.unsqueeze(-1) > number
+    return every.tril(num_keys - num_queries) if is_causal else every
 
 
 def _peak(exponents: Tensor, like: Tensor) -> Tensor:
