@@ -149,11 +149,11 @@ class Attention(nn.Module, ABC):
                 "give each layer the state that it returned"
             )
         x = _silenced(x, key_mask)
-        before, kept = (None, None) if state is None else (state.num_before(x), state.kept)
-        out, past = self._attend_with_state(self._heads(x, x, key_mask, before), kept)
+        before, past = (None, None) if state is None else (state.num_before(x), state.kept)
+        out, after = self._attend_with_state(self._heads(x, x, key_mask, before), past)
         number = torch.full((x.shape[0],), x.shape[1], dtype=torch.int64, device=x.device)
         number = number if key_mask is None else key_mask.sum(1)
-        return Attended(self._merged(out, x), Stream(past, number if before is None else before + number))
+        return Attended(self._merged(out, x), Stream(after, number if before is None else before + number))
 
     @abstractmethod
     def _attend(self, heads: Heads) -> Tensor:
