@@ -257,8 +257,8 @@ FAULTS = (
     Fault(
         "leave out what follows the first block where no gradient follows",
         "attention/backends/blocked/causal.py",
-        "    for index, block in enumerate(_cut(inputs, span)):",
-        "    for index, block in enumerate(_cut(inputs, span)[: None if checkpoints else 1]):",
+        "is_causal=True, span=span)):",
+        "is_causal=True, span=span)[: None if checkpoints else 1]):",
         "tests/laws/test_truth.py",
     ),
 )
