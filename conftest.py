@@ -97,12 +97,12 @@ def interruptible() -> Iterator[None]:
 @pytest.fixture
 def blocks_of(monkeypatch: pytest.MonkeyPatch):
     """Force the blocked backend's block size, and short segments of blocks."""
-    from linattn.attention.backends.blocked import blocks, causal, grouped_reading
+    from linattn.attention.backends.blocked import blocks, causal, grouped
 
     def force(size: int) -> None:
         monkeypatch.setattr(blocks, "block_size", lambda *_, **__: size)
         monkeypatch.setattr(causal, "SEGMENT", 3)
-        monkeypatch.setattr(grouped_reading, "_CHUNK", 100 * size)
+        monkeypatch.setattr(grouped, "_CHUNK", 100 * size)
 
     return force
 

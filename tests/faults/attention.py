@@ -65,21 +65,21 @@ FAULTS = (
     ),
     Fault(
         "sum over heads instead of tokens",
-        BLOCKED + "joint_causal.py",
+        BLOCKED + "causal.py",
         "rows.tril_()",
         "scores.transpose(0, 1).tril_()",
         "tests/laws/test_truth.py",
     ),
     Fault(
         "no guard against jumps",
-        BLOCKED + "joint_causal.py",
+        BLOCKED + "causal.py",
         "_MAX_JUMP = 40.0",
         "_MAX_JUMP = 1e30",
         "tests/laws/test_causality.py",
     ),
     Fault(
         "allow jumps up to the limit of float32",
-        BLOCKED + "joint_causal.py",
+        BLOCKED + "causal.py",
         "_MAX_JUMP = 40.0",
         "_MAX_JUMP = 84.0",
         "tests/laws/test_causality.py",
@@ -131,8 +131,8 @@ FAULTS = (
     Fault(
         "start a segment's recomputation from the state before it",
         BLOCKED + "causal.py",
-        "outputs.kept(index) if index",
-        "outputs.kept(max(index - 1, 1)) if index",
+        "outputs.kept(first // SEGMENT) if first",
+        "outputs.kept(max(first // SEGMENT - 1, 1)) if first",
         "tests/laws/test_truth.py",
     ),
     Fault(
@@ -179,7 +179,7 @@ FAULTS = (
     ),
     Fault(
         "read the state at another scale than the block",
-        BLOCKED + "grouped_causal.py",
+        BLOCKED + "grouped.py",
         "decay = torch.exp(from_state - reference).unsqueeze(-1)",
         "decay = torch.ones_like(reference).unsqueeze(-1)",
         "tests/laws/test_fold.py",
@@ -221,14 +221,14 @@ FAULTS = (
     ),
     Fault(
         "see the next span of tokens but one",
-        BLOCKED + "joint_causal.py",
+        BLOCKED + "causal.py",
         ".diagonal(0, -4, -2)",
         ".diagonal(1, -4, -2)",
         "tests/laws/test_window.py",
     ),
     Fault(
         "take two spans for one that sees the sums alone",
-        BLOCKED + "joint_causal.py",
+        BLOCKED + "causal.py",
         "return length <= self.span",
         "return length <= 2 * self.span",
         "tests/laws/test_window.py",
@@ -249,7 +249,7 @@ FAULTS = (
     ),
     Fault(
         "measure a jump from 0",
-        BLOCKED + "joint_causal.py",
+        BLOCKED + "causal.py",
         "(c - torch.maximum(m, first))",
         "(c + torch.maximum(m, first))",
         "tests/laws/test_causality.py",
@@ -257,8 +257,8 @@ FAULTS = (
     Fault(
         "leave out what follows the first block where no gradient follows",
         "attention/backends/blocked/causal.py",
-        "    for index, block in enumerate(_cut(inputs, span)):",
-        "    for index, block in enumerate(_cut(inputs, span)[: None if checkpoints else 1]):",
+        "is_causal=True, span=span)):",
+        "is_causal=True, span=span)[: None if checkpoints else 1]):",
         "tests/laws/test_truth.py",
     ),
 )

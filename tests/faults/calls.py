@@ -56,7 +56,7 @@ FAULTS = (
     ),
     Fault(
         "let a block's first live key drown rows that read the state alone",
-        "attention/backends/blocked/joint_causal.py",
+        "attention/backends/blocked/causal.py",
         "torch.where(masked[..., :1] & (m > lowest(m.dtype)), m, first)",
         "first",
         "tests/laws/test_causality.py",
@@ -140,7 +140,7 @@ FAULTS = (
     ),
     Fault(
         "let cancellation make a normaliser negative",
-        "attention/backends/blocked/grouped_reading.py",
+        "attention/backends/blocked/grouped.py",
         "den = self.feature_map.normalizer(phi_q, z)",
         "den = (phi_q * z).sum(-1)",
         "tests/laws/test_combination.py",

@@ -63,8 +63,8 @@ FAULTS = (
     ),
     Fault(
         "balance without the ridge",
-        "feature_maps/_statistics.py",
-        "torch.maximum(x, floor * x.amax(-1, keepdim=True))",
+        "feature_maps/wrappers.py",
+        "torch.maximum(x, ridge * x.amax(-1, keepdim=True))",
         "x.clamp(min=1e-14)",
         "tests/feature_maps/test_balanced.py",
     ),

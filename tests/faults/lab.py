@@ -16,14 +16,14 @@ FAULTS = (
     ),
     Fault(
         "shift the causal diagonal up",
-        BLOCKED + "joint_causal.py",
+        BLOCKED + "causal.py",
         ".tril_()",
         ".tril_(1)",
         "tests/laws/test_causality.py",
     ),
     Fault(
         "shift the causal diagonal down",
-        BLOCKED + "joint_causal.py",
+        BLOCKED + "causal.py",
         ".tril_()",
         ".tril_(-1)",
         "tests/laws/test_truth.py",

@@ -26,8 +26,8 @@ FAULTS = (
     Fault(
         "count masked tokens",
         "nn/attention.py",
-        "new = key_mask.sum(1)",
-        "new = torch.ones_like(key_mask).sum(1)",
+        "else key_mask.sum(1)",
+        "else torch.ones_like(key_mask).sum(1)",
         LAYERS,
     ),
     Fault(
@@ -75,15 +75,15 @@ FAULTS = (
     Fault(
         "take a multihead layer's values for its keys",
         "nn/linear_attention.py",
-        "query, key, value = joint.chunk(3)",
-        "query, value, key = joint.chunk(3)",
+        "joint.chunk(3)), weight)",
+        "[joint.chunk(3)[at] for at in (0, 2, 1)]), weight)",
         MULTIHEAD,
     ),
     Fault(
         "leave a multihead layer's biases behind",
         "nn/linear_attention.py",
-        "if projections.biases is not None:",
-        "if False:",
+        "        if bias is not None:\n            for projection",
+        "        if False:\n            for projection",
         MULTIHEAD,
     ),
     Fault(

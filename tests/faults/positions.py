@@ -47,9 +47,9 @@ FAULTS = (
     ),
     Fault(
         "take one position more than there are",
-        ROOM + "_base.py",
-        "high >= max_length",
-        "high > max_length",
+        ROOM + "encodings.py",
+        "high >= self.max_length",
+        "high > self.max_length",
         ENCODINGS,
     ),
     Fault(
@@ -103,21 +103,21 @@ FAULTS = (
     ),
     Fault(
         "turn distances around",
-        ROOM + "_toeplitz.py",
+        ROOM + "relative_bias.py",
         "torch.cat((first, gap, last), -1)",
         "torch.cat((last, gap, first), -1)",
         RELATIVE,
     ),
     Fault(
         "take the scale of keys for the features",
-        ROOM + "_toeplitz.py",
+        ROOM + "relative_bias.py",
         "torch.exp(phi + peak[..., columns] - row_peak)",
         "torch.exp(phi - row_peak)",
         RELATIVE,
     ),
     Fault(
         "convolve masked keys",
-        ROOM + "_toeplitz.py",
+        ROOM + "relative_bias.py",
         "return features if self._tokens.alive is None else features * self._tokens.alive[:, None, :, None]",
         "return features",
         RELATIVE,
@@ -138,7 +138,7 @@ FAULTS = (
     ),
     Fault(
         "keep every chunk for the backward pass",
-        ROOM + "_toeplitz.py",
+        ROOM + "relative_bias.py",
         "if not torch.is_grad_enabled():",
         "if True:",
         RELATIVE,

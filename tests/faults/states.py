@@ -11,10 +11,34 @@ MERGED_STATE, MERGED_LAWS = "kv_cache/state.py", "tests/kv_cache/test_state_chec
 RESTORED, FACTOR_LAWS = "softmax/tokens.py", "tests/laws/test_large_factors.py"
 
 FAULTS = (
-    Fault("take z of any shape", CHECKS, "and z.shape == (batch, heads, held)", "", LAWS),
-    Fault("take exponents of any dtype", CHECKS, "and z.dtype is m.dtype is dtype", "", LAWS),
-    Fault("take sums of another map's size", CHECKS, "held == num_features\n", "True\n", LAWS),
-    Fault("look at sums alone", CHECKS, "_check_keys(sums.S, window, head_dim)", "pass", LAWS),
+    Fault(
+        "take z of any shape",
+        CHECKS,
+        'check_tensor("z", z, (batch, heads, num_features), dtype, device, _REMEDY)',
+        "pass",
+        LAWS,
+    ),
+    Fault(
+        "take exponents of any dtype",
+        CHECKS,
+        'check_tensor("m", m, (batch, heads, num_exponents), dtype, device, _REMEDY)',
+        "pass",
+        LAWS,
+    ),
+    Fault(
+        "take sums of another map's size",
+        CHECKS,
+        "num_features, num_exponents = feature_map.num_features",
+        "_, num_exponents = feature_map.num_features",
+        LAWS,
+    ),
+    Fault(
+        "look at sums alone",
+        CHECKS,
+        "_check_keys(S, window, _head_dim_of(window) if head_dim is None else head_dim)",
+        "pass",
+        LAWS,
+    ),
     Fault("take more merged keys than a config keeps", TENSORS, "and count > most", "and False", MERGED_LAWS),
     Fault("compare shapes alone", TENSORS, "or x.dtype != dtype", "", LAWS),
     Fault("forget the device", TENSORS, " or x.device != device:", ":", LAWS),
@@ -51,14 +75,14 @@ FAULTS = (
     Fault(
         "decay what does not belong together",
         STATE,
-        "self._check_whole()\n        factor",
+        "self.check_tensors()\n        factor",
         "factor",
         LAWS,
     ),
     Fault(
         "select from what does not belong together",
         STATE,
-        "self._check_whole()\n        groups",
+        "self.check_tensors()\n        groups",
         "groups",
         LAWS,
     ),
@@ -114,7 +138,13 @@ FAULTS = (
         "torch.zeros_like(log_factor)",
         FACTOR_LAWS,
     ),
-    Fault("take a factor apart of any shape", CHECKS, "or apart.shape != S.shape[:2]", "", FACTOR_LAWS),
+    Fault(
+        "take a factor apart of any shape",
+        CHECKS,
+        'check_tensor("apart", apart, (batch, heads), torch.float64, device, _REMEDY)',
+        "pass",
+        FACTOR_LAWS,
+    ),
     Fault("broadcast the tokens seen", STREAMS, "n.shape != x.shape[:1]", "False", STREAM_LAWS),
     Fault("go on with tokens kept of any kind", STREAMS, "    _check_kept(past, new)\n", "", STREAM_LAWS),
     Fault(

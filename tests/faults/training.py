@@ -267,8 +267,8 @@ FAULTS = (
     Fault(
         "give waiting blocks each other's gradients",
         "feature_maps/_map_gradients.py",
-        "for block, part in zip(waiting, gradient.split",
-        "for block, part in zip(waiting[::-1], gradient.split",
+        "for store, part in zip(stores, gradient.split",
+        "for store, part in zip(stores[::-1], gradient.split",
         "tests/laws/test_gradient.py",
     ),
 )

@@ -10,7 +10,7 @@ import torch
 
 from fuzzing.dice import Dice
 from linattn.attention import rows
-from linattn.attention.backends.blocked import blocks, causal, grouped_reading, joint_causal
+from linattn.attention.backends.blocked import blocks, causal, grouped
 from linattn.attention.window import calls, neighbourhood
 from linattn.feature_maps import _base
 from linattn.softmax import weighted
@@ -53,9 +53,9 @@ def machine_of(sizes: dict[str, int]) -> Iterator[None]:
         return -(-sizes["block"] // span) * span if span else sizes["block"]
 
     single = {
-        "tiles": (grouped_reading, "_CHUNK"),
-        "smallest tile": (grouped_reading, "_SMALLEST"),
-        "largest tile": (grouped_reading, "_LARGEST"),
+        "tiles": (grouped, "_CHUNK"),
+        "smallest tile": (grouped, "_SMALLEST"),
+        "largest tile": (grouped, "_LARGEST"),
         "segment": (causal, "SEGMENT"),
         "turned": (calls, "_SEGMENT"),
         "near": (neighbourhood, "_CHUNK"),
@@ -63,7 +63,7 @@ def machine_of(sizes: dict[str, int]) -> Iterator[None]:
         "rows": (rows, "_BUDGET"),
         "piece": (_base, "_PIECE"),
         "fewest": (_base, "_FEWEST"),
-        "jump": (joint_causal, "_MAX_JUMP"),
+        "jump": (causal, "_MAX_JUMP"),
     }
     try:
         for name, size in sizes.items():

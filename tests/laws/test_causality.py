@@ -7,7 +7,7 @@ import torch
 
 import linattn
 from grid import BACKENDS, CAUSAL_MAPS, NONNEGATIVE_MAPS, Case, build, qkv, relative_error, tokens
-from linattn.attention.backends.blocked import joint_causal
+from linattn.attention.backends.blocked import causal
 
 CAUSAL_CASES = tuple(Case(name, backend, True) for name in CAUSAL_MAPS for backend in BACKENDS)
 LENGTH, CUT = 50, 31
@@ -138,8 +138,8 @@ def test_a_lower_limit_of_jumps_costs_time_and_nothing_else(
     feature_map, results = build(name), []
     inputs = qkv(num_queries=LENGTH, num_keys=LENGTH, scale=2.0)
     mask = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(1)) > 0.3
-    for chosen in (joint_causal._MAX_JUMP, limit):
-        monkeypatch.setattr(joint_causal, "_MAX_JUMP", chosen)
+    for chosen in (causal._MAX_JUMP, limit):
+        monkeypatch.setattr(causal, "_MAX_JUMP", chosen)
         leaves = [x.requires_grad_() for x in inputs]
         out = linattn.linear_attention(*leaves, feature_map, key_mask=mask, is_causal=True, enable_gqa=True)
         results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))

@@ -100,7 +100,7 @@ def test_every_length_up_to_513(is_causal: bool) -> None:
 @pytest.mark.parametrize("map_name", ["FavorPlus", "Taylor", "EluPlusOne", "FavorPlus-per-head", "Learned"])
 def test_any_chunk_gives_the_same(map_name: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Features in chunks of one, tokens in blocks of five, forward and backward."""
-    from linattn.positions import _toeplitz
+    from linattn.positions import relative_bias
 
     feature_map = build(map_name)
     bias = biases(2, LENGTH, is_causal=is_causal).requires_grad_()
@@ -108,8 +108,8 @@ def test_any_chunk_gives_the_same(map_name: str, is_causal: bool, monkeypatch: p
     parameters = [p for p in feature_map.parameters() if p.requires_grad]
     results = []
     for chunk, block in ((2**22, 1024), (1, 5)):
-        monkeypatch.setattr(_toeplitz, "_CHUNK", chunk)
-        monkeypatch.setattr(_toeplitz, "_BLOCK", block)
+        monkeypatch.setattr(relative_bias, "_CHUNK", chunk)
+        monkeypatch.setattr(relative_bias, "_BLOCK", block)
         out = relative_bias_attention(*leaves, feature_map, bias, is_causal=is_causal, enable_gqa=True)
         results.append((out, *torch.autograd.grad(out.square().sum(), [*leaves, bias, *parameters])))
     for found, expected in zip(*results, strict=True):
@@ -266,7 +266,7 @@ def test_memory_does_not_grow_with_the_features(monkeypatch: pytest.MonkeyPatch)
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from linattn.feature_maps import FavorPlus
-    from linattn.positions import _toeplitz
+    from linattn.positions import relative_bias
 
     class Largest(TorchDispatchMode):
         numbers = 0
@@ -278,8 +278,8 @@ def test_memory_does_not_grow_with_the_features(monkeypatch: pytest.MonkeyPatch)
                     self.numbers = max(self.numbers, x.numel())
             return result
 
-    monkeypatch.setattr(_toeplitz, "_CHUNK", 1)
-    monkeypatch.setattr(_toeplitz, "_BLOCK", 16)
+    monkeypatch.setattr(relative_bias, "_CHUNK", 1)
+    monkeypatch.setattr(relative_bias, "_BLOCK", 16)
     largest, kept = [], []
     for num_features in (8, 24):
         leaves = [x.requires_grad_() for x in qkv(batch=1, heads=1, kv_heads=1, num_queries=300, num_keys=300)]

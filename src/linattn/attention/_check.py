@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from linattn.attention.bound_map import named_tensors
-from linattn.attention.sums import Sums
 from linattn.attention.window import WindowKeys, check_width
 from linattn.feature_maps import FeatureMap
 from linattn.softmax.checking import TOKEN_DTYPES, check_kind, check_tensor, check_tokens, checked, refuse
@@ -45,14 +44,9 @@ def checked_for(
     *,
     enable_gqa: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """`linattn.softmax.checking.checked`, and tensors the map was not built for refused."""
+    """`linattn.softmax.checking.checked`, and what is no map, or was not built for these tensors, refused."""
+    check_map(feature_map)
     query, key, value, bias = checked(tokens, key_mask, key_bias, enable_gqa=enable_gqa)
-    _check_fits_map(query, key, feature_map)
-    return query, key, value, bias
-
-
-def _check_fits_map(query: Tensor, key: Tensor, feature_map: FeatureMap) -> None:
-    """Refuse tensors the map was not built for."""
     if query.shape[-1] != feature_map.head_dim:
         raise ValueError(
             f"the feature map was built for head_dim={feature_map.head_dim}, got queries and keys of width "
@@ -69,6 +63,7 @@ def _check_fits_map(query: Tensor, key: Tensor, feature_map: FeatureMap) -> None
         raise ValueError(
             f"the feature map is on {held.device}, the tensors on {query.device}; move it with feature_map.to(…)"
         )
+    return query, key, value, bias
 
 
 def live_keys(key_mask: Tensor | None, key_bias: Tensor | None) -> Tensor | None:
@@ -82,68 +77,31 @@ def live_keys(key_mask: Tensor | None, key_bias: Tensor | None) -> Tensor | None
 _REMEDY = "pass a state as linear_attention_with_state or State.empty gave it, or rebuild it from the tokens"
 
 
-def check_sums(sums: Sums) -> None:
-    """Refuse sums that are not (B, H, R, Dv), (B, H, R) and (B, H, M) in one dtype on one device, of any R and M."""
-    S, _, m = sums
-    num_features = S.shape[2] if isinstance(S, Tensor) and S.ndim == 4 else 0
-    num_exponents = m.shape[-1] if isinstance(m, Tensor) and m.ndim == 3 else 1
-    if num_features and (num_exponents == 0 or num_features % num_exponents):
-        refuse("m", m, f"of M exponents, a divisor of R = {num_features}", _REMEDY)
-    check_sums_of(num_features, num_exponents, sums)
-
-
-def check_sums_of(num_features: int, num_exponents: int, sums: Sums) -> None:
-    """Refuse sums of other numbers of features and exponents too."""
-    S, z, m = sums
+def check_tensors(state: State, feature_map: FeatureMap | None = None, head_dim: int | None = None) -> None:
+    """Refuse a state whose tensors do not belong together, or are not those of a map and a width of keys."""
+    S, z, m, window, apart = state.S, state.z, state.m, state.window, state.apart
     if not isinstance(S, Tensor) or S.ndim != 4 or S.dtype not in TOKEN_DTYPES:
         refuse("S", S, "float32 or float64 of shape (B, H, R, Dv)", _REMEDY)
-    (batch, heads, held, value_dim), dtype, device = S.shape, S.dtype, S.device
-    # Without a loop: beside a map's sums a token has little else to wait for.
-    if (
-        held == num_features
-        and isinstance(z, Tensor)
-        and isinstance(m, Tensor)
-        and z.shape == (batch, heads, held)
-        and m.shape == (batch, heads, num_exponents)
-        and z.dtype is m.dtype is dtype
-        and z.device == m.device == device
-    ):
-        return
-    shapes = [(batch, heads, num_features, value_dim), (batch, heads, num_features), (batch, heads, num_exponents)]
-    for name, x, shape in zip(Sums._fields, sums, shapes, strict=True):
-        check_tensor(name, x, shape, dtype, device, _REMEDY)
-
-
-def check_whole(sums: Sums, window: object, feature_map: FeatureMap, head_dim: int) -> None:
-    """Refuse a state of which any tensor has not the shape, dtype and device that its map, its rule and S ask for."""
-    check_sums_of(feature_map.num_features, feature_map.num_exponents, sums)
+    (batch, heads, num_features, value_dim), dtype, device = S.shape, S.dtype, S.device
+    num_exponents = m.shape[-1] if isinstance(m, Tensor) and m.ndim == 3 else 1
+    if feature_map is not None:
+        num_features, num_exponents = feature_map.num_features, feature_map.num_exponents
+    elif num_features and (num_exponents == 0 or num_features % num_exponents):
+        refuse("m", m, f"of M exponents, a divisor of R = {num_features}", _REMEDY)
+    check_tensor("S", S, (batch, heads, num_features, value_dim), dtype, device, _REMEDY)
+    check_tensor("z", z, (batch, heads, num_features), dtype, device, _REMEDY)
+    check_tensor("m", m, (batch, heads, num_exponents), dtype, device, _REMEDY)
     if window is not None:
-        _check_keys(sums.S, window, head_dim)
-
-
-def check_of_any_map(sums: Sums, window: object) -> None:
-    """Refuse a state whose tensors do not belong together, whatever its map."""
-    check_sums(sums)
-    if window is not None:
-        _check_keys(sums.S, window, _head_dim_of(window))
-
-
-def check_apart(S: Tensor, apart: object) -> None:
-    """Refuse a factor apart that is not (B, H)."""
-    if apart is not None and (
-        not isinstance(apart, Tensor)
-        or apart.shape != S.shape[:2]
-        or apart.dtype != torch.float64
-        or apart.device != S.device
-    ):
-        refuse("apart", apart, f"torch.float64 of shape {tuple(S.shape[:2])} on {S.device}, or None", _REMEDY)
+        _check_keys(S, window, _head_dim_of(window) if head_dim is None else head_dim)
+    if apart is not None:
+        check_tensor("apart", apart, (batch, heads), torch.float64, device, _REMEDY)
 
 
 def check_continues(state: State, key: Tensor, value: Tensor, feature_map: FeatureMap, window: int | None) -> None:
     """Refuse tokens that do not continue a state, and a state whose tensors do not belong together."""
     S = state.S
     if not isinstance(S, Tensor) or S.ndim != 4:
-        check_sums(Sums(S, state.z, state.m))
+        check_tensors(state)
     wanted, got = (*S.shape[:2], S.shape[3]), (*key.shape[:2], value.shape[-1])
     if wanted != got:
         raise ValueError(
@@ -156,17 +114,21 @@ def check_continues(state: State, key: Tensor, value: Tensor, feature_map: Featu
         )
     if S.device != key.device:
         raise ValueError(f"the state is on {S.device}, the keys on {key.device}; move it with state.to(…)")
-    first = state.window.keys[0] if isinstance(state.window, RowGroups) and state.window.keys else state.window
+    first = _first(state.window)
     held = None if first is None else getattr(first, "width", first)
     if held != window:
         raise ValueError(f"the state was built with window={held}, got window={window}; give the same one")
     state.check_tensors(feature_map, key.shape[-1])
 
 
+def _first(window: object) -> object:
+    """The keys of a window, or those of its first group of rows."""
+    return window.keys[0] if isinstance(window, RowGroups) and window.keys else window
+
+
 def _head_dim_of(window: object) -> int:
     """How wide the keys are that a state keeps; 0 where it keeps none."""
-    first = window.keys[0] if isinstance(window, RowGroups) and window.keys else window
-    recent = getattr(first, "recent", None)
+    recent = getattr(_first(window), "recent", None)
     key = recent[0] if isinstance(recent, tuple) and recent else None
     return key.shape[-1] if isinstance(key, Tensor) and key.ndim == 4 else 0
 

@@ -41,10 +41,6 @@ class BoundMap(NamedTuple):
         weight: Tensor | None = log_weight
         return None if weight is None else weight.unflatten(-1, query.shape[2:4])
 
-    def detach(self) -> BoundMap:
-        """The map, cut from the graph of its tensors."""
-        return BoundMap(self.feature_map, {name: x.detach() for name, x in self.tensors.items()})
-
 
 def bind(
     feature_map: FeatureMap,

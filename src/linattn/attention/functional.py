@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from linattn.attention._check import check_continues, check_map, checked_for, live_keys
+from linattn.attention._check import check_continues, checked_for, live_keys
 from linattn.attention.backends import Backend, Call, Rows, check_backend, choose
 from linattn.attention.backends.backend import as_partial
 from linattn.attention.bound_map import bind
@@ -288,7 +288,6 @@ def _checked(
     is_causal: bool,
 ) -> tuple[Call, Backend]:
     """The call and what runs it, wrong input refused."""
-    check_map(feature_map)
     query, key, value, bias = checked_for(feature_map, tokens, *weights, enable_gqa=enable_gqa)
     if window is not None:
         check_window(window, feature_map, query.shape[2], key.shape[2], is_causal=is_causal)

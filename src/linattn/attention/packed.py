@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention._check import check_map, checked_for
+from linattn.attention._check import checked_for
 from linattn.attention.functional import Attended, linear_attention, linear_attention_with_state
 from linattn.attention.state import State
 from linattn.feature_maps import FeatureMap
+from linattn.softmax.checking import check_dtype
 from linattn.softmax.row_groups import in_order
 from linattn.softmax.tracing import is_fake
 
@@ -65,14 +66,14 @@ def linear_attention_packed(
         [5.0, 5.0, 7.0]
     """
     packing = _Packing((query, key, value), (key_mask, key_bias), feature_map, cu_seqlens, enable_gqa=enable_gqa)
-
-    def attend(rows: _Batch) -> Tensor:
-        return linear_attention(
+    outs = [
+        linear_attention(
             *rows.tokens, feature_map, key_mask=rows.mask, key_bias=rows.bias, is_causal=is_causal,
             enable_gqa=enable_gqa, backend=backend,
-        )  # fmt: skip
-
-    return packing.packed([attend(batch) for batch in packing.batches()])
+        )
+        for rows in packing.batches()
+    ]  # fmt: skip
+    return packing.packed(outs)
 
 
 def linear_attention_packed_with_state(
@@ -104,13 +105,12 @@ def linear_attention_packed_with_state(
         ([8.0, 5.0, 7.0], [4.0, 2.0])
     """
     packing = _Packing((query, key, value), (key_mask, key_bias), feature_map, cu_seqlens, enable_gqa=enable_gqa)
-
-    def attend(rows: _Batch) -> Attended:
-        return linear_attention_with_state(
+    attended = [
+        linear_attention_with_state(
             *rows.tokens, feature_map, key_mask=rows.mask, key_bias=rows.bias, enable_gqa=enable_gqa, backend=backend
         )
-
-    attended = [attend(batch) for batch in packing.batches()]
+        for rows in packing.batches()
+    ]
     sums = zip(*(one.state.sums for one in attended), strict=True)
     S, z, m = (in_order(packing.groups, rows) for rows in sums)
     return Attended(packing.packed([one.out for one in attended]), State(S, z, m, attended[0].state.built_with))
@@ -136,7 +136,6 @@ class _Packing:
         *,
         enable_gqa: bool,
     ) -> None:
-        check_map(feature_map)
         *self._tokens, _ = checked_for(feature_map, tokens, *weights, enable_gqa=enable_gqa)
         self._mask, self._bias = weights
         self._starts = _checked_starts(cu_seqlens, *self._tokens[:2])
@@ -149,7 +148,8 @@ class _Packing:
         """Batches of each power of two."""
         for group in self.groups:
             longest = max(map(self._length, group))
-            starts, lengths = (self._index([of(x) for x in group]).unsqueeze(-1) for of in (self._start, self._length))
+            starts = self._index([self._starts[x] for x in group]).unsqueeze(-1)
+            lengths = self._index([self._length(x) for x in group]).unsqueeze(-1)
             numbers, shape = torch.arange(longest, device=starts.device), (len(group), longest)
             # Places beyond a sequence repeat its last token.
             index = (starts + torch.minimum(numbers, lengths - 1)).flatten()
@@ -175,10 +175,6 @@ class _Packing:
         places = moved.repeat_interleave(lengths, output_size=self._starts[-1])
         places = places + torch.arange(self._starts[-1], device=places.device)
         return flat.index_select(1, places).unsqueeze(0)
-
-    def _start(self, sequence: int) -> int:
-        """First token of a sequence."""
-        return self._starts[sequence]
 
     def _length(self, sequence: int) -> int:
         """Tokens of a sequence."""
@@ -208,9 +204,7 @@ def _checked_starts(cu_seqlens: Tensor, query: Tensor, key: Tensor) -> list[int]
             "for each sequence where they differ"
         )
     wanted = "a tensor (N + 1,) of int32 or int64: where sequences start, and the number of tokens"
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"cu_seqlens must be {wanted}, got {got}; convert it with cu_seqlens.int()")
+    check_dtype("cu_seqlens", cu_seqlens, (torch.int32, torch.int64), wanted, "convert it with cu_seqlens.int()")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
         raise ValueError(
             f"cu_seqlens must be {wanted}, got the shape {tuple(cu_seqlens.shape)}; it is the running sum of the "
@@ -223,13 +217,9 @@ def _checked_starts(cu_seqlens: Tensor, query: Tensor, key: Tensor) -> list[int]
         )
     starts: list[int] = cu_seqlens.tolist()
     if starts[0] != 0 or starts[-1] != key.shape[2] or starts != sorted(starts):
+        shown = starts if len(starts) <= 8 else f"[{', '.join(map(str, starts[:4]))}, …, {starts[-1]}]"
         raise ValueError(
-            f"cu_seqlens must rise from 0 to the number of tokens, {key.shape[2]}, got {_shown(starts)}; it is the "
-            "running sum of the lengths, with 0 before it"
+            f"cu_seqlens must rise from 0 to the number of tokens, {key.shape[2]}, got {shown}; it is the running sum "
+            "of the lengths, with 0 before it"
         )
     return starts
-
-
-def _shown(starts: Sequence[int]) -> str:
-    """At most eight numbers."""
-    return str(starts) if len(starts) <= 8 else f"[{', '.join(map(str, starts[:4]))}, …, {starts[-1]}]"

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from linattn.attention._check import check_map, checked_for, live_keys
+from linattn.attention._check import checked_for, live_keys
 from linattn.attention.bound_map import bind
 from linattn.attention.sums import lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.softmax.attention import causal_mask, exponentials, inert
+from linattn.softmax.checking import check_indices
 from linattn.softmax.precision import accumulation_dtype
 from linattn.softmax.tracing import is_fake
 
@@ -54,9 +55,14 @@ def attention_rows(
         >>> attention_rows(q, k, relu, torch.tensor([0])).flatten().tolist()
         [0.25, 0.75]
     """
-    check_map(feature_map)
     query, key, _, bias = checked_for(feature_map, (query, key, key), key_mask, key_bias, enable_gqa=enable_gqa)
-    rows = _check_index(query_index, query.shape[2])
+    check_indices(query_index, "query_index")
+    length = query.shape[2]
+    if query_index.numel() and (torch.compiler.is_compiling() or not is_fake(query_index)):
+        low, high = int(query_index.min()), int(query_index.max())
+        if not -length <= low <= high < length:
+            raise ValueError(f"query_index must lie in [{-length}, {length}), got {low} to {high}")
+    rows = query_index % max(length, 1)
     heads, dtype = (key.shape[1], query.shape[1] // max(key.shape[1], 1)), accumulation_dtype(query.dtype)
     bound = bind(feature_map, query, key, live_keys(key_mask, key_bias), is_causal=is_causal)
     zero = query.new_zeros(1, 1, key.shape[2], dtype=dtype)
@@ -72,21 +78,6 @@ def attention_rows(
     weights: Tensor = bound.run(weigh, query.device, chosen, key.to(dtype), logit_bias)
     total = weights.sum(-1, keepdim=True)
     return (weights / torch.where(total == 0, 1, total)).flatten(1, 2)
-
-
-def _check_index(query_index: Tensor, length: int) -> Tensor:
-    """The rows as non-negative indices."""
-    if query_index.ndim != 1 or query_index.dtype.is_floating_point or query_index.dtype == torch.bool:
-        raise ValueError(
-            f"query_index must be a 1-D integer tensor, got {query_index.dtype} of shape {tuple(query_index.shape)}"
-        )
-    if not torch.compiler.is_compiling() and is_fake(query_index):
-        return query_index % max(length, 1)
-    if query_index.numel() and not -length <= int(query_index.min()) <= int(query_index.max()) < length:
-        raise ValueError(
-            f"query_index must lie in [{-length}, {length}), got {int(query_index.min())} to {int(query_index.max())}"
-        )
-    return query_index % max(length, 1)
 
 
 def _weights(feature_map: FeatureMap, query: Tensor, key: Tensor, logit_bias: Tensor) -> Tensor:

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from linattn.attention._check import check_apart, check_continues, check_map, check_of_any_map, check_whole, checked_for
+from linattn.attention._check import check_continues, check_map, check_tensors, checked_for
 from linattn.attention.backends import Call, choose
 from linattn.attention.backends.backend import as_partial
 from linattn.attention.bound_map import bind
-from linattn.attention.sums import Sums, larger, no_sums, relative_to, split_factor
-from linattn.attention.window import WindowKeys, decayed, width_of
+from linattn.attention.sums import Sums, no_sums, relative_to, split_factor
+from linattn.attention.window import WindowKeys, decayed
 from linattn.feature_maps import FeatureMap
 from linattn.softmax.checking import check_dense, check_indices
 from linattn.softmax.partial import Partial, combine
@@ -129,7 +129,8 @@ class State(Restored):
         """
         if self.window is None:
             return self
-        self._check_map(feature_map)
+        check_map(feature_map)
+        self.check_built_with(feature_map)
         self.check_tensors(feature_map, feature_map.head_dim)
         return self._absorbed(feature_map, *self.window.tokens(), self.apart)
 
@@ -156,7 +157,7 @@ class State(Restored):
             >>> round(state.read(relu, query).out.item(), 4)  # (0.5·8 + 2)/(0.5 + 1)
             4.0
         """
-        self._check_whole()
+        self.check_tensors()
         factor = torch.as_tensor(log_factor, dtype=self.m.dtype, device=self.m.device)
         batch, heads = self.m.shape[:2]
         if tuple(factor.shape) not in ((), (1, 1), (1, heads), (batch, 1), (batch, heads)):
@@ -182,7 +183,7 @@ class State(Restored):
         if self.built_with != other.built_with:
             raise ValueError(f"cannot merge states of different maps, got {self.built_with} and {other.built_with}")
         for state in (self, other):
-            state._check_whole()
+            state.check_tensors()
         for name in Sums._fields:
             x, y = getattr(self, name), getattr(other, name)
             if x.shape != y.shape or x.device != y.device:
@@ -190,7 +191,10 @@ class State(Restored):
                     f"cannot merge states of shapes {tuple(x.shape)} and {tuple(y.shape)} of {name}, on {x.device} and "
                     f"{y.device}; merge states of one batch, of as many heads and of one value width, on one device"
                 )
-        apart = larger(self, other)
+        apart = None
+        if self.apart is not None or other.apart is not None:
+            zero = self.m.new_zeros(self.m.shape[:2], dtype=torch.float64)
+            apart = torch.maximum(*(zero if x.apart is None else x.apart for x in (self, other)))
         first, second = (x.without(apart)._relative_sums for x in (self, other))
         return State(*first.merge(second), self.built_with, apart=apart)
 
@@ -210,7 +214,19 @@ class State(Restored):
             ValueError: another map or draw, or shapes that do not fit the state.
         """
         self._check(feature_map, query)
-        grouped, heads = self._checked_query(feature_map, query), self.S.shape[1]
+        head_dim = feature_map.head_dim
+        self.check_tensors(feature_map, head_dim)
+        batch, heads = self.S.shape[:2]
+        fits = query.ndim == 4 and query.shape[0] == batch and query.shape[-1] == head_dim
+        if not fits or query.shape[1] % heads:
+            raise ValueError(
+                f"query must be (B={batch}, a multiple of {heads} heads, L, D={head_dim}), got {tuple(query.shape)}"
+            )
+        if self.S.device != query.device:
+            raise ValueError(
+                f"the state is on {self.S.device}, the queries on {query.device}; move it with state.to(…)"
+            )
+        grouped: Tensor = query.unflatten(1, (heads, -1))
         with outside_autocast(query.device):
             parts = []
             if self.window is not None:
@@ -225,7 +241,7 @@ class State(Restored):
     def select(self, indices: Tensor) -> State:
         """The rows `indices` (1-D integer tensor) of the batch, in that order: beams, forks, compaction."""
         check_indices(indices)
-        self._check_whole()
+        self.check_tensors()
         groups = self.window.select(indices.tolist()) if isinstance(self.window, RowGroups) else None
         return self._each(lambda x: x.index_select(0, indices), groups)
 
@@ -249,7 +265,8 @@ class State(Restored):
     def __repr__(self) -> str:
         """Shapes, dtype, device and the map, on one line."""
         batch, heads, num_features, value_dim = self.S.shape
-        window = "" if self.window is None else f", window={width_of(self.window)}"
+        keys = self.window.keys[0] if isinstance(self.window, RowGroups) else self.window
+        window = "" if keys is None else f", window={keys.width}"
         return (
             f"State(batch={batch}, heads={heads}, features={num_features}, value_dim={value_dim}{window}, "
             f"{self.S.dtype}, {self.S.device}, built_with={self.built_with})"
@@ -294,17 +311,10 @@ class State(Restored):
                 "weights do not mix: use the map it was built with, or rebuild the state"
             )
 
-    def _check_whole(self) -> None:
-        """Refuse a state whose tensors do not belong together, whatever its map."""
-        if torch.compiler.is_compiling() or self._fits is None:
-            check_of_any_map(self._relative_sums, self.window)
-            check_apart(self.S, self.apart)
-
-    def check_tensors(self, feature_map: FeatureMap, head_dim: int) -> None:
-        """Refuse a state whose tensors are not those of a map and a width of keys."""
-        if torch.compiler.is_compiling() or self._fits != head_dim:
-            check_whole(self._relative_sums, self.window, feature_map, head_dim)
-            check_apart(self.S, self.apart)
+    def check_tensors(self, feature_map: FeatureMap | None = None, head_dim: int | None = None) -> None:
+        """Refuse a state whose tensors do not belong together, or are not those of a map and a width of keys."""
+        if torch.compiler.is_compiling() or self._fits is None or head_dim not in (None, self._fits):
+            check_tensors(self, feature_map, head_dim)
 
     def _absorbed(
         self, feature_map: FeatureMap, key: Tensor, value: Tensor, bias: Tensor | None, apart: Tensor | None
@@ -315,31 +325,10 @@ class State(Restored):
         with outside_autocast(key.device):
             return State(*choose("auto", call).absorb(call, self._relative_sums), self.built_with, apart=apart)
 
-    def _checked_query(self, feature_map: FeatureMap, query: Tensor) -> Tensor:
-        """Queries by key/value head (B, H, G, L, D), refused where they or the state's tensors do not fit."""
-        head_dim = feature_map.head_dim
-        self.check_tensors(feature_map, head_dim)
-        batch, heads = self.S.shape[:2]
-        fits = query.ndim == 4 and query.shape[0] == batch and query.shape[-1] == head_dim
-        if not fits or query.shape[1] % heads:
-            raise ValueError(
-                f"query must be (B={batch}, a multiple of {heads} heads, L, D={head_dim}), got {tuple(query.shape)}"
-            )
-        if self.S.device != query.device:
-            raise ValueError(
-                f"the state is on {self.S.device}, the queries on {query.device}; move it with state.to(…)"
-            )
-        grouped: Tensor = query.unflatten(1, (heads, -1))
-        return grouped
-
-    def _check_map(self, feature_map: FeatureMap) -> None:
-        """Refuse another map."""
-        check_map(feature_map)
-        self.check_built_with(feature_map)
-
     def _check(self, feature_map: FeatureMap, x: Tensor) -> None:
         """Refuse another map, and what is no tensor."""
-        self._check_map(feature_map)
+        check_map(feature_map)
+        self.check_built_with(feature_map)
         if not isinstance(x, Tensor):
             raise TypeError(f"expected a tensor, got {type(x).__name__}")
         check_dense(tokens=x)

@@ -74,22 +74,16 @@ def per_feature(factors: Tensor, num_features: int) -> Tensor:
 _FAR = 64.0
 
 
-class Split(NamedTuple):
-    """A logarithm of a factor, in two that make it up."""
-
-    near: Tensor  # what exponents take, (B or 1, H or 1)
-    far: Tensor | None  # what is kept apart, (B, H), float64
-
-
-def split_factor(log_factor: Tensor, before: Tensor | None, shape: tuple[int, int]) -> Split:
-    """A factor (B or 1, H or 1) on a state that has another apart; NaN and +inf are refused.
+def split_factor(log_factor: Tensor, before: Tensor | None, shape: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+    """A factor (B or 1, H or 1) on a state that has another apart, NaN and +inf refused: what exponents take of it, and
+    what is kept apart, (B, H), float64.
 
     Graphs and vmap have no values to look at, and exponents take all of it. So they do where it is -inf.
     """
     if is_traced(log_factor) or is_transformed() or log_factor.is_meta:
-        return Split(log_factor, before)
+        return log_factor, before
     if before is None and bool((log_factor.abs() <= _FAR).all()):
-        return Split(log_factor, None)
+        return log_factor, None
     if not bool((log_factor < torch.inf).all()):
         raise ValueError(
             f"log_factor must be finite, or -inf for the state of no keys, got {log_factor.flatten().tolist()[:8]}; "
@@ -98,7 +92,7 @@ def split_factor(log_factor: Tensor, before: Tensor | None, shape: tuple[int, in
     gone, far = log_factor == -torch.inf, log_factor.detach()
     far = torch.where(gone, 0, far).double() + (0 if before is None else before)
     # Of a finite one exponents take 0, with its gradient.
-    return Split(torch.where(gone, -torch.inf, log_factor - log_factor.detach()), far.expand(shape))
+    return torch.where(gone, -torch.inf, log_factor - log_factor.detach()), far.expand(shape)
 
 
 def relative_to(state: State, bias: Tensor | None, length: int) -> tuple[State, Tensor | None, Tensor | None]:
@@ -118,14 +112,6 @@ def relative_to(state: State, bias: Tensor | None, length: int) -> tuple[State, 
         return near, bias, None
     biases = apart.new_zeros(1, 1, length) if bias is None else bias
     return near, (biases - apart.unsqueeze(-1)).to(near.m.dtype), apart
-
-
-def larger(first: State, second: State) -> Tensor | None:
-    """The larger factor that either has apart, (B, H); None where neither has one."""
-    if first.apart is None and second.apart is None:
-        return None
-    zero = first.m.new_zeros(first.m.shape[:2], dtype=torch.float64)
-    return torch.maximum(*(zero if x.apart is None else x.apart for x in (first, second)))
 
 
 def _peak(state: State) -> Tensor:

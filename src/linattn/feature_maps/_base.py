@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from linattn.feature_maps._digest import digest_of_weights
 from linattn.feature_maps._powers import Powers, as_powers
 from linattn.softmax.checking import check_dense
+from linattn.softmax.tracing import constant_in_graphs
 
 # Numbers, and the fewest tokens, of the pieces in which a map without a `write_query` of its own fills a buffer.
 _PIECE, _FEWEST = 2**17, 16
@@ -43,6 +44,7 @@ class FeatureMap(nn.Module, ABC):
     nonnegative: bool = True
     softmax_kernel: bool = False
     scale: float
+    _settings: tuple[str, ...] = ()  # attributes that `repr` names
 
     def __init__(self, head_dim: int, num_features: int) -> None:
         super().__init__()
@@ -89,27 +91,19 @@ class FeatureMap(nn.Module, ABC):
             followed: names of parameters to leave out, which somebody else answers for.
         """
         if torch.compiler.is_compiling():
-            # Imported here: torch's marks for its compiler import the compiler.
-            from linattn.feature_maps._constants import constant_fingerprint
-
-            fingerprint: str = constant_fingerprint(self.handle, *followed)
-            return fingerprint
+            return _constant_fingerprint(self.handle, *followed)
         return self.read_fingerprint(followed)
 
     def read_fingerprint(self, followed: Collection[str]) -> str:
         """`fingerprint`, outside a graph: values are read."""
         has_any = self._parameters or self._modules  # torch's iterator costs a decoding step more than the rest
         names = [name for name, _ in self.named_parameters() if name not in followed] if has_any else []
-        digest = self._tensor_digest(names)
+        parameters = dict(self.named_parameters()) if names else {}
+        weights, draws = digest_of_weights(parameters[name] for name in names) if names else "", self.draw_digest()
+        digest = f"{weights}-{draws}" if weights and draws else weights + draws
         # Of a map without modules torch's own `repr` says the same, at a tenth of a decoding step's time.
         said = repr(self) if self._modules else f"{self._get_name()}({self.extra_repr()})"
         return f"{said} with weights {digest}" if digest else said
-
-    def _tensor_digest(self, names: Collection[str]) -> str:
-        """The digest of the parameters of these names and of the map's draws; "" where there are none."""
-        parameters = dict(self.named_parameters()) if names else {}
-        weights, draws = digest_of_weights(parameters[name] for name in names) if names else "", self.draw_digest()
-        return f"{weights}-{draws}" if weights and draws else weights + draws
 
     def draw_digest(self) -> str:
         """A digest of the random tensors that `repr` names by their seed alone; "" for maps without any."""
@@ -127,7 +121,7 @@ class FeatureMap(nn.Module, ABC):
         """`query`, written into a buffer (..., L, R) unless it is the input itself; no gradient is recorded.
 
         Attention calls this block by block on one buffer: fresh memory costs more than arithmetic. Maps with a matrix
-        product override it. An exponential map's exponents are written over by attention.
+        product override it, exponential ones `write_query_powers`, whose exponents are written over by attention.
         """
         return _written(self.query, x, out)
 
@@ -209,6 +203,10 @@ class FeatureMap(nn.Module, ABC):
         """
         return {}
 
+    def extra_repr(self) -> str:
+        """Every setting, from Python values only: reading it never waits for a device."""
+        return ", ".join(f"{name.lstrip('_')}={getattr(self, name)!r}" for name in self._settings)
+
     def _check(self, x: Tensor) -> None:
         """Refuse inputs of another head width or number of heads."""
         self._check_width(x)
@@ -279,6 +277,12 @@ def live_map(handle: int) -> FeatureMap:
             "attribute of the module, or compile again; an exported program runs in the process that exported it"
         )
     return _LIVE[handle]
+
+
+@constant_in_graphs
+def _constant_fingerprint(handle: int, *followed: str) -> str:
+    """A map's `fingerprint`, found while a graph is made, which may not read values."""
+    return live_map(handle).read_fingerprint(followed)
 
 
 def features(feature_map: FeatureMap, x: Tensor, side: str) -> Tensor:

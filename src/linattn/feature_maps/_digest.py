@@ -23,20 +23,15 @@ def digest(*tensors: Tensor) -> str:
 
     UNREAD where there are shapes alone.
     """
-    held = [_held(tensor) for tensor in tensors]
-    if any(tensor is None for tensor in held):
-        return UNREAD
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        return _of_values([tensor for tensor in held if tensor is not None])
-
-
-def _of_values(tensors: list[Tensor]) -> str:
-    """A digest of the shapes and values of tensors that have values."""
     hasher = hashlib.sha256()
     for tensor in tensors:
-        values = _bare(tensor.detach().to(device="cpu", dtype=torch.float64).contiguous())
-        hasher.update(repr(tuple(values.shape)).encode())
-        hasher.update(ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()))
+        held = _held(tensor)
+        if held is None:
+            return UNREAD
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            values = _bare(held.detach().to(device="cpu", dtype=torch.float64).contiguous())
+            hasher.update(repr(tuple(values.shape)).encode())
+            hasher.update(ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()))
     return hasher.hexdigest()[:16]
 
 

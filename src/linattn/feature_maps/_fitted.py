@@ -29,6 +29,8 @@ class FittedMap(FeatureMap):
     """
 
     fitted_buffers: tuple[str, ...] = ()
+    # The last two sizes of each, as numbers or attributes, before which that of key/value heads may stand.
+    _fitted_sizes: tuple[tuple[int | str, int | str], ...] = ()
     _option: str  # of the constructor, which gives them without `fit`
     _least_dtype: torch.dtype = torch.float64  # of the copies that are kept
     _fingerprint: str | None = None
@@ -75,14 +77,11 @@ class FittedMap(FeatureMap):
             setattr(self, name, copy)
         self._refresh()
 
-    def _fitted_sizes(self) -> tuple[tuple[int, int], ...]:
-        """The last two sizes of each fitted tensor, before which that of key/value heads may stand."""
-        return ()
-
     def _check_fitted(self, *tensors: Tensor) -> None:
         """Refuse tensors, in the order of `fitted_buffers`, that `fit` would not have set."""
         heads = tensors[0].shape[:-2]
-        for name, x, size in zip(self.fitted_buffers, tensors, self._fitted_sizes(), strict=True):
+        for name, x, sizes in zip(self.fitted_buffers, tensors, self._fitted_sizes, strict=True):
+            size = tuple(getattr(self, number) if isinstance(number, str) else number for number in sizes)
             if x is tensors[0] and (x.dim() not in (2, 3) or x.shape[-2:] != size):
                 raise ValueError(f"{name} must be (Hkv, {size[0]}, {size[1]}) or {size}, got {tuple(x.shape)}")
             if x.shape != (*heads, *size):
@@ -100,6 +99,23 @@ class FittedMap(FeatureMap):
                 f"{tuple(x.shape)}, wanted (..., {num_heads}, L, {self.head_dim}); fit it on inputs with as many "
                 "key/value heads"
             )
+
+    def extra_repr(self) -> str:
+        """Every setting, and a digest of the fitted tensors."""
+        settings = super().extra_repr()
+        return f"{settings}, {self._option}={self._fitted_digest()}" if self.fitted_buffers else settings
+
+    def _input(self, x: Tensor) -> Tensor:
+        """An input in float32 or float64; refused where it does not fit the map, or nothing was fitted."""
+        self._check_width(x)
+        self._fitted()
+        self._check_heads(x)
+        return x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float32)
+
+    def _with_fitted(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """An input, and the fitted tensors in its dtype."""
+        x = self._input(x)
+        return x, tuple(tensor.to(x.dtype) for tensor in self._fitted())
 
     def _fitted_digest(self) -> str:
         """A digest of the fitted tensors, or "None"; it waits for the device once after each change of them."""

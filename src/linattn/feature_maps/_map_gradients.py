@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,13 +10,9 @@ from torch import Tensor
 from linattn.feature_maps._base import FeatureMap
 from linattn.softmax.precision import accumulation_dtype
 
-
-class _Waiting(NamedTuple):
-    """A block whose gradient is to be found together with others'."""
-
-    x: Tensor  # (B, H, n, D)
-    grads: list[Tensor]  # (B, H, n, …)
-    store: Callable[[Tensor], None]
+# Blocks whose gradients are to be found together: x (B, H, n, D), gradients (B, H, n, …) of what the map made of it,
+# and where to store its own.
+_Waiting = list[tuple[Tensor, list[Tensor], Callable[[Tensor], None]]]
 
 
 class MapGradients:
@@ -29,7 +24,8 @@ class MapGradients:
 
     def __init__(self, feature_map: FeatureMap, tensors: Sequence[Tensor], *, at_once: int = 1) -> None:
         self._map, self._tensors, self._at_once = feature_map, tensors, at_once
-        self._queries, self._keys = list[_Waiting](), list[_Waiting]()
+        self._queries: _Waiting = []
+        self._keys: _Waiting = []
         # Summed over blocks in at least float32.
         self._totals = [torch.zeros_like(t, dtype=accumulation_dtype(t.dtype)) for t in tensors]
 
@@ -54,24 +50,25 @@ class MapGradients:
                 self._follow(waiting)
         return self._totals
 
-    def _wait(self, x: Tensor, grads: list[Tensor], store: Callable[[Tensor], None], waiting: list[_Waiting]) -> None:
+    def _wait(self, x: Tensor, grads: list[Tensor], store: Callable[[Tensor], None], waiting: _Waiting) -> None:
         """Copies, since the next block is written over this one."""
-        waiting.append(_Waiting(x.clone(), [grad.clone() for grad in grads], store))
+        waiting.append((x.clone(), [grad.clone() for grad in grads], store))
         if len(waiting) == self._at_once:
             self._follow(waiting)
 
-    def _follow(self, waiting: list[_Waiting]) -> None:
+    def _follow(self, waiting: _Waiting) -> None:
         """By autograd, with one graph for all that wait."""
+        blocks, grads_of_blocks, stores = zip(*waiting, strict=True)
         with torch.enable_grad():
-            leaf = torch.cat([block.x for block in waiting], 2).requires_grad_()
+            leaf = torch.cat(blocks, 2).requires_grad_()
             is_key = waiting is self._keys
             outputs = [self._map.key(leaf) if is_key else self._map.query(leaf)]
             weight = self._map.key_log_weight(leaf) if is_key and not self._map.exponential else None
             outputs += [] if weight is None else [weight]
-        grads = [torch.cat(parts, 2) for parts in zip(*(block.grads for block in waiting), strict=True)]
+        grads = [torch.cat(parts, 2) for parts in zip(*grads_of_blocks, strict=True)]
         gradient = self.pull(outputs, (leaf,), grads[: len(outputs)])[0]
-        for block, part in zip(waiting, gradient.split([block.x.shape[2] for block in waiting], 2), strict=True):
-            block.store(part)
+        for store, part in zip(stores, gradient.split([x.shape[2] for x in blocks], 2), strict=True):
+            store(part)
         waiting.clear()
 
     def pull(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:

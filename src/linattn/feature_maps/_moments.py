@@ -78,7 +78,9 @@ def cosine_variance(d: Tensor, rows: Rows) -> Tensor:
     """Relative variance with g = cos, as a function of d = |x - y|²; infinite where the mean is 0."""
     mean_square = mean_cosine(d, rows.head_dim, rows.lengths).square()
     second = (1 + mean_cosine(4 * d, rows.head_dim, rows.lengths)) / 2
-    pair = _pair_cosine(d, rows) if rows.num_pairs else mean_square
+    pair, dim = mean_square, rows.head_dim
+    if rows.num_pairs:
+        pair = damped_1f1(dim, dim / 2, d / 2) if rows.lengths == "chi" else sphere_cosine(dim, 2 * dim * d)  # G₂(-d)
     # Divide last: the parts may each be infinite relative to a mean that has underflowed.
     return combine(second - mean_square, pair - mean_square, rows) / mean_square
 
@@ -102,13 +104,6 @@ def chi_moment_ratio(head_dim: int, power: int) -> float:
     """D^(p/2) / E[χ_D^p]: what a homogeneous moment of degree p gains when lengths are fixed to √D."""
     log_moment = power / 2 * math.log(2) + math.lgamma((head_dim + power) / 2) - math.lgamma(head_dim / 2)
     return math.exp(power / 2 * math.log(head_dim) - log_moment)
-
-
-def _pair_cosine(d: Tensor, rows: Rows) -> Tensor:
-    """G₂(-d)."""
-    if rows.lengths == "chi":
-        return damped_1f1(rows.head_dim, rows.head_dim / 2, d / 2)
-    return sphere_cosine(rows.head_dim, 2 * rows.head_dim * d)
 
 
 def log_0f1(b: float, z: Tensor) -> Tensor:

@@ -21,21 +21,6 @@ class Powers(NamedTuple):
     constant: float
     is_paired: bool  # whether the second half of the features takes -W
 
-    @classmethod
-    def of(
-        cls,
-        weights: Tensor,
-        constants: Tensor | None,
-        scale: float,
-        constant: float,
-        is_paired: bool,
-        dtype: torch.dtype,
-    ) -> Powers:
-        """From weights and constants in float64."""
-        o = None if constants is None else (constants * LOG2_E).to(dtype)
-        shift = ((weights.new_zeros(1, 1) if constants is None else constants) + constant) * LOG2_E
-        return cls(weights.to(dtype), (weights * LOG2_E).to(dtype), o, shift.to(dtype), scale, constant, is_paired)
-
     @property
     def is_composed(self) -> bool:
         """Whether p is more than one product for all heads."""

@@ -35,12 +35,6 @@ def draw_projection(
         return (rows.squeeze(0) if num_heads is None else rows).contiguous()
 
 
-def orthogonal_pairs(num_rows: int, head_dim: int) -> int:
-    """Ordered pairs of rows of one block: Σ n_b·(n_b - 1), blocks of D rows and a last one of what remains."""
-    blocks, rest = divmod(num_rows, head_dim)
-    return blocks * head_dim * (head_dim - 1) + rest * (rest - 1)
-
-
 def _haar_blocks(heads: int, num_rows: int, head_dim: int, generator: torch.Generator) -> Tensor:
     """Unit rows (heads, m, D): each block of D rows is an orthogonal matrix of its own Haar draw, the last one cut."""
     num_blocks = -(-num_rows // head_dim)
@@ -97,6 +91,7 @@ class RandomFeatureMap(FeatureMap):
     """
 
     features_per_row: int = 1
+    _settings: tuple[str, ...] = ("head_dim", "num_features", "draw", "lengths", "scale", "_seed", "num_heads")
     projection: Tensor
     seed: Tensor
     _draw_digest: str | None
@@ -166,20 +161,19 @@ class RandomFeatureMap(FeatureMap):
     def variance(self, q: Tensor, k: Tensor) -> Tensor:
         """Variance of the estimate φ(q)·φ(k) over draws, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
 
-    @abstractmethod
     def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
         """Variance of φ(q)·φ(k) over draws divided by the squared kernel, in float64, of the shape of the arguments.
 
         Args:
             sum_square: |x + y|², x = √scale·q and y = √scale·k; any shape.
             difference_square: |x - y|², of the same shape.
-        """
 
-    def extra_repr(self) -> str:
-        """Every setting, from Python values only: reading it never waits for a device."""
-        return (
-            f"head_dim={self.head_dim}, num_features={self.num_features}, draw={self.draw!r}, "
-            f"lengths={self.lengths!r}, scale={self.scale}, seed={self._seed}, num_heads={self.num_heads}"
+        Raises:
+            ValueError: the variance is not a function of these alone, as that of `RandomRelu` and `Sderf`.
+        """
+        raise ValueError(
+            f"the relative variance of {type(self).__name__} is not a function of |x + y|² and |x - y|² alone; call "
+            "variance(q, k)"
         )
 
     def draw_digest(self) -> str:
@@ -216,7 +210,9 @@ class RandomFeatureMap(FeatureMap):
 
     def _rows(self) -> Rows:
         """Numbers of this draw that its moments depend on."""
-        pairs = orthogonal_pairs(self.num_rows, self.head_dim) if self.draw == "orthogonal" else 0
+        # Ordered pairs of rows of one block: Σ n_b·(n_b - 1), blocks of D rows and a last one of what remains.
+        blocks, rest = divmod(self.num_rows, self.head_dim)
+        pairs = blocks * self.head_dim * (self.head_dim - 1) + rest * (rest - 1) if self.draw == "orthogonal" else 0
         return Rows(self.num_rows, pairs, self.head_dim, self.lengths)
 
     def _draw(self) -> Tensor:

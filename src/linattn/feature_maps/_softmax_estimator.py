@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._moments import log_mean_exp
-from linattn.feature_maps._powers import Powers, add_multiplied_, multiplied
+from linattn.feature_maps._powers import Powers, add_multiplied_
 from linattn.feature_maps._random_base import RandomFeatureMap
 from linattn.softmax.precision import LOG2_E
 
@@ -57,11 +57,6 @@ class ExponentialEstimator(SoftmaxEstimator):
         # In place: the product is nobody else's.
         return self._shifted_(torch.matmul(x, weights), x, weights)
 
-    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
-        """`query` with the product written into `out`."""
-        x, weights = self._operands(x)
-        return self._shifted_(multiplied(x, weights, out), x, weights)
-
     def write_query_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
         """In one product, which all terms are added to; W is multiplied by log₂e beforehand."""
         x, _ = self._operands(x)
@@ -89,8 +84,11 @@ class ExponentialEstimator(SoftmaxEstimator):
 
     def _apart(self, weights: Tensor, dtype: torch.dtype) -> Powers:
         """The exponents taken apart, for weights in float64."""
-        constants, is_paired = self._own_constants(weights), self.features_per_row == 2
-        return Powers.of(weights, constants, self.scale, self._constant(), is_paired, dtype)
+        constants, constant = self._own_constants(weights), self._constant()
+        o = None if constants is None else (constants * LOG2_E).to(dtype)
+        shift = (((weights.new_zeros(1, 1) if constants is None else constants) + constant) * LOG2_E).to(dtype)
+        doubled, is_paired = (weights * LOG2_E).to(dtype), self.features_per_row == 2
+        return Powers(weights.to(dtype), doubled, o, shift, self.scale, constant, is_paired)
 
     def _prepare(self) -> None:
         """Forget the exponents taken apart."""

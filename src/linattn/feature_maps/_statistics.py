@@ -76,11 +76,6 @@ def spectral(matrix: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     return (product + product.mT) / 2
 
 
-def floor_eigenvalues(matrix: Tensor, floor: float) -> Tensor:
-    """The matrix with eigenvalues below `floor` times its largest raised to that."""
-    return spectral(matrix, lambda x: torch.maximum(x, floor * x.amax(-1, keepdim=True)))
-
-
 def geometric_mean(first: Tensor, second: Tensor) -> Tensor:
     """A # B = A^½ (A^-½ B A^-½)^½ A^½ of positive definite A and B, (..., D, D): the X with X A⁻¹ X = B."""
     root, inverse = spectral(first, torch.sqrt), spectral(first, torch.rsqrt)

@@ -18,7 +18,7 @@ from linattn.feature_maps._base import FeatureMap, features
 class ElementwiseMap(FeatureMap):
     """A deterministic map whose kernel is, by definition, the inner product of its features."""
 
-    _options: tuple[str, ...] = ()
+    _settings: tuple[str, ...] = ("head_dim",)
 
     def __init__(self, head_dim: int) -> None:
         super().__init__(head_dim, head_dim)
@@ -26,10 +26,6 @@ class ElementwiseMap(FeatureMap):
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
         """φ(q)·φ(k) in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
         return torch.matmul(features(self, q.double(), "query"), features(self, k.double(), "key").mT)
-
-    def extra_repr(self) -> str:
-        """The map's settings."""
-        return ", ".join(f"{name}={getattr(self, name)}" for name in ("head_dim", *self._options))
 
 
 @final
@@ -126,7 +122,7 @@ class Relu(ElementwiseMap):
     Source: Choromanski et al. 2021 (arXiv 2009.14794), generalised attention, appendix A.4.
     """
 
-    _options = ("floor",)
+    _settings = ("head_dim", "floor")
 
     def __init__(self, head_dim: int, *, floor: float = 1e-3) -> None:
         super().__init__(head_dim)
@@ -166,7 +162,7 @@ class ElementwisePolynomial(ElementwiseMap):
     Source: elementary; `TensorPolynomial` has the power of q·k itself.
     """
 
-    _options = ("degree",)
+    _settings = ("head_dim", "degree")
 
     def __init__(self, head_dim: int, *, degree: int = 2) -> None:
         super().__init__(head_dim)
@@ -247,7 +243,7 @@ class Dpfp(ElementwiseMap):
     Source: Schlag, Irie and Schmidhuber 2021 (arXiv 2102.11174), section 5.3.
     """
 
-    _options = ("nu",)
+    _settings = ("head_dim", "nu")
 
     def __init__(self, head_dim: int, *, nu: int = 1) -> None:
         check_count("head_dim", head_dim, at_least=2)

@@ -81,7 +81,9 @@ class Expansion(GroupedFeatureMap, FittedMap):
 
     softmax_kernel = True
     fitted_buffers = ("centres", "probes", "key_mean", "spread")
+    _fitted_sizes = (("num_centres", "head_dim"), ("num_centres", "head_dim"), (1, "head_dim"), (1, 1))
     _option = "centres"
+    _settings = ("head_dim", "num_centres", "order", "scale")
     _least_dtype = torch.float32
     centres: Tensor | None
     probes: Tensor | None
@@ -182,7 +184,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
 
     def group(self, x: Tensor) -> Tensor:
         """The nearest centre of each query: (..., L, D) -> (..., L)."""
-        x, (centres, probes, _, _) = self._operands(x)
+        x, (centres, probes, _, _) = self._with_fitted(x)
         lengths = (centres * probes).sum(-1).unsqueeze(-2) / 2
         index: Tensor = (torch.matmul(x, probes.mT) - lengths).argmax(-1)
         return index
@@ -211,7 +213,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
 
     def key(self, x: Tensor) -> Tensor:
         """[1, k, kkᵀ] up to the order, keys less their mean: (..., L, D) -> (..., L, F)."""
-        x, (_, _, key_mean, _) = self._operands(x)
+        x, (_, _, key_mean, _) = self._with_fitted(x)
         if self.order == 0:
             # A constant that autograd still knows as a function of the key.
             return x[..., :1] * 0 + 1
@@ -223,12 +225,12 @@ class Expansion(GroupedFeatureMap, FittedMap):
 
     def key_log_weight(self, x: Tensor) -> Tensor:
         """scale·c·k of every centre, keys less their mean: (..., L, D) -> (..., L, C)."""
-        x, (centres, _, key_mean, _) = self._operands(x)
+        x, (centres, _, key_mean, _) = self._with_fitted(x)
         return torch.matmul(x - key_mean, centres.mT * self.scale)
 
     def query_log_weight(self, x: Tensor) -> Tensor:
         """scale·q·(mean key), which keys less their mean leave out: (..., L, D) -> (..., L)."""
-        x, (_, _, key_mean, _) = self._operands(x)
+        x, (_, _, key_mean, _) = self._with_fitted(x)
         return torch.matmul(x, key_mean.mT * self.scale).squeeze(-1)
 
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
@@ -247,13 +249,6 @@ class Expansion(GroupedFeatureMap, FittedMap):
         series = 1 + t * (self.order > 0) + t.square() / 2 * (self.order > 1)
         weight = self.scale * (centre @ k.mT) + self.query_log_weight(q).unsqueeze(-1)
         return torch.exp(weight) * series
-
-    def extra_repr(self) -> str:
-        """Every setting, and a digest of the centres."""
-        return (
-            f"head_dim={self.head_dim}, num_centres={self.num_centres}, order={self.order}, scale={self.scale}, "
-            f"centres={self._fitted_digest()}"
-        )
 
     def _find(
         self, query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, seed: int
@@ -276,19 +271,6 @@ class Expansion(GroupedFeatureMap, FittedMap):
         centres = means(queries, weight, cluster, overall.expand(*overall.shape[:-2], self.num_centres, -1))
         spread = size.sqrt()[..., None, None]
         return {"centres": centres, "probes": centres @ metric, "key_mean": key_mean, "spread": spread}
-
-    def _operands(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The input in at least float32, and centres, probes, mean key and spread in its dtype."""
-        self._check_width(x)
-        held = self._fitted()
-        self._check_heads(x)
-        if x.dtype not in (torch.float32, torch.float64):
-            x = x.to(torch.float32)
-        return x, tuple(tensor.to(x.dtype) for tensor in held)
-
-    def _fitted_sizes(self) -> tuple[tuple[int, int], ...]:
-        """Of centres, probes, mean key and spread."""
-        return (self.num_centres, self.head_dim), (self.num_centres, self.head_dim), (1, self.head_dim), (1, 1)
 
 
 def _sampled(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

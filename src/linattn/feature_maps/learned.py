@@ -41,14 +41,6 @@ class Exponents(nn.Module):
             return exponents
         return torch.addcmul(exponents, self._half_square(x), self._rows(self.curvature, x), value=-1)
 
-    def write(self, x: Tensor, out: Tensor) -> Tensor:
-        """`forward` with the product written into `out` (..., L, m), rows of which may lie apart; no gradient."""
-        x, weights = self._operands(x)
-        exponents = multiplied(x, weights, out).add_(self._rows(self.bias, x))
-        if self.curvature is None:
-            return exponents
-        return exponents.addcmul_(self._half_square(x), self._rows(self.curvature, x), value=-1)
-
     def write_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
         """log₂e·`forward` + rows + columns written into `out` (..., L, m), which is contiguous; no gradient."""
         x, weights = self._operands(x, LOG2_E)
@@ -93,22 +85,19 @@ class Exponents(nn.Module):
 
 
 class SignedExponents(Exponents):
-    """Exponents [e, -e], e those of `Exponents`."""
+    """Exponents [e, -e], e those of `Exponents` without a curvature."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Exponents (..., L, 2·m) of x (..., L, D)."""
         exponents = super().forward(x)
         return torch.cat((exponents, -exponents), -1)
 
-    def write(self, x: Tensor, out: Tensor) -> Tensor:
-        """`forward` with the product written into a half of `out`, and its negative into the other."""
-        positive, negative = out.chunk(2, -1)
-        torch.neg(super().write(x, positive), out=negative)
-        return out
-
     def write_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
-        """log₂e·`forward` + rows + columns written into `out`."""
-        return as_powers(self.write(x, out), rows, columns)
+        """log₂e·`forward` + rows + columns: the product written into a half of `out`, its negative into the other."""
+        x, weights = self._operands(x)
+        positive, negative = out.chunk(2, -1)
+        torch.neg(multiplied(x, weights, positive).add_(self._rows(self.bias, x)), out=negative)
+        return as_powers(out, rows, columns)
 
     def pull(self, x: Tensor, grad: Tensor) -> Tensor:
         """From the gradient of `forward`'s output to that of its input."""
@@ -135,6 +124,7 @@ class LearnedMap(FeatureMap):
     """
 
     exponential = True
+    _settings = ("head_dim", "num_features", "scale", "num_heads")
     of_query: Exponents
     of_key: Exponents
 
@@ -154,16 +144,6 @@ class LearnedMap(FeatureMap):
         self._check(x)
         exponents: Tensor = self.of_key(x)
         return exponents
-
-    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
-        """`query` with the product written into `out`."""
-        self._check(x)
-        return self.of_query.write(x, out)
-
-    def write_key(self, x: Tensor, out: Tensor) -> Tensor:
-        """`key` with the product written into `out`."""
-        self._check(x)
-        return self.of_key.write(x, out)
 
     def write_query_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
         """In one product where the exponents are one, which all terms are added to."""
@@ -186,13 +166,6 @@ class LearnedMap(FeatureMap):
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
         """φ(q)·φ(k) in float64, by the weights as they are: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
         return torch.matmul(features(self, q.double(), "query"), features(self, k.double(), "key").mT)
-
-    def extra_repr(self) -> str:
-        """Every setting; the weights are in `fingerprint`."""
-        return (
-            f"head_dim={self.head_dim}, num_features={self.num_features}, scale={self.scale}, "
-            f"num_heads={self.num_heads}"
-        )
 
 
 def _at_least_float32(before: Tensor, after: Tensor) -> Tensor:

@@ -59,7 +59,9 @@ class Nystrom(FittedMap):
     """
 
     fitted_buffers = ("landmarks",)
+    _fitted_sizes = (("num_features", "head_dim"),)
     _option = "landmarks"
+    _settings = ("head_dim", "num_features", "scale", "_seed", "num_steps", "ridge")
     nonnegative = False
     softmax_kernel = True
     landmarks: Tensor | None
@@ -121,26 +123,11 @@ class Nystrom(FittedMap):
         (to_query, whitening), (to_key, _) = self._logits(q.double()), self._logits(k.double())
         return to_query.exp() @ whitening @ whitening @ to_key.exp().mT
 
-    def extra_repr(self) -> str:
-        """Every setting, and a digest of the landmarks."""
-        return (
-            f"head_dim={self.head_dim}, num_features={self.num_features}, scale={self.scale}, seed={self._seed}, "
-            f"num_steps={self.num_steps}, ridge={self.ridge}, landmarks={self._fitted_digest()}"
-        )
-
     def _logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """z̃·x̃ - |z̃|²/2, (..., L, R), in at least float32, and (K + ridge·I)^-½ in its dtype."""
-        self._check_width(x)
-        self._fitted()
-        self._check_heads(x)
-        if x.dtype not in self._prepared:
-            x = x.to(torch.float32)
+        x = self._input(x)
         weights, constants, whitening = self._prepared[x.dtype]
         return torch.matmul(x, weights) - constants, whitening
-
-    def _fitted_sizes(self) -> tuple[tuple[int, int], ...]:
-        """Of Z."""
-        return ((self.num_features, self.head_dim),)
 
     def _check_fitted(self, *tensors: Tensor) -> None:
         """Refuse landmarks of another shape, and such that are not finite."""

@@ -49,6 +49,7 @@ class Oprf(ExponentialEstimator, FittedMap):
     Source: Likhosherstov et al. 2022 (arXiv 2205.15317), OPRF; its optimum restated per dimension.
     """
 
+    _settings = (*ExponentialEstimator._settings, "_mean_square")
     mean_square: Tensor
     _mean_square: float | None = None
     _log_constant: float = 0.0
@@ -127,10 +128,6 @@ class Oprf(ExponentialEstimator, FittedMap):
         s, spread = sum_square.double(), 1 - 8 * self.tilt
         constant = self.head_dim * (math.log(stretch) - math.log(spread) / 2)
         return combine(torch.expm1(constant + s * (2 * stretch / spread - 1)), pair_excess(s, rows), rows)
-
-    def extra_repr(self) -> str:
-        """Every setting, the fitted mean_square included."""
-        return f"{super().extra_repr()}, mean_square={self._mean_square}"
 
     def _fixed_kernel(self, sums: Tensor, differences: Tensor) -> Tensor:
         """E φ(q)·φ(k) for lengths √D."""

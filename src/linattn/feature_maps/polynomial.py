@@ -107,16 +107,14 @@ class TensorPolynomial(MonomialMap):
     Source: the multinomial theorem; as a kernel: Schölkopf and Smola 2002, section 2.3.
     """
 
+    _settings = ("head_dim", "degree", "constant", "scale")
+
     def __init__(self, head_dim: int, *, degree: int = 2, constant: float = 1.0, scale: float | None = None) -> None:
         super().__init__(head_dim, check_count("degree", degree), check_number("constant", constant), scale)
 
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
         """(scale·q·k + constant)^degree in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
         return (self._logits(q, k) + self.constant) ** self.degree
-
-    def extra_repr(self) -> str:
-        """The map's settings."""
-        return f"head_dim={self.head_dim}, degree={self.degree}, constant={self.constant}, scale={self.scale}"
 
 
 @final
@@ -149,6 +147,7 @@ class Taylor(MonomialMap):
     """
 
     softmax_kernel = True
+    _settings = ("head_dim", "order", "scale")
 
     def __init__(self, head_dim: int, *, order: int = 2, scale: float | None = None) -> None:
         if isinstance(order, bool) or order not in (1, 2):
@@ -172,10 +171,6 @@ class Taylor(MonomialMap):
             # (1 + t)² has the terms 1, 2t and t²; wanted are 1, t and t²/2: halve all but the first monomial.
             squares[1:] /= 2
         return squares
-
-    def extra_repr(self) -> str:
-        """The map's settings."""
-        return f"head_dim={self.head_dim}, order={self.order}, scale={self.scale}"
 
 
 def _multinomials(index: Tensor) -> Tensor:

@@ -48,6 +48,8 @@ class RandomRelu(RandomFeatureMap):
     2009, equations 3 to 6.
     """
 
+    _settings = (*RandomFeatureMap._settings, "floor")
+
     def __init__(
         self,
         head_dim: int,
@@ -93,20 +95,6 @@ class RandomRelu(RandomFeatureMap):
             )
         x, y, theta = self._polar(q, k)
         return (self._second_moment(x, y, theta) - self._mean(x, y, theta).square()) / self.num_rows
-
-    def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
-        """Not defined for this map.
-
-        Raises:
-            ValueError: always: the variance does not depend on |x + y|² and |x - y|² alone.
-        """
-        raise ValueError(
-            "RandomRelu's relative variance is not a function of |x + y|² and |x - y|² alone; call variance(q, k)"
-        )
-
-    def extra_repr(self) -> str:
-        """Every setting, the floor included."""
-        return f"{super().extra_repr()}, floor={self.floor}"
 
     def _weights(self, projection: Tensor) -> Tensor:
         """W/√R as it multiplies inputs: the rectifier is homogeneous."""

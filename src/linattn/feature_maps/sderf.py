@@ -51,6 +51,7 @@ class Sderf(ExponentialEstimator, FittedMap):
     """
 
     fitted_buffers = ("second_moment",)
+    _fitted_sizes = (("head_dim", "head_dim"),)
     _option = "second_moment"
     second_moment: Tensor | None
     _tilt: Tensor | None = None
@@ -117,20 +118,10 @@ class Sderf(ExponentialEstimator, FittedMap):
         relative = torch.expm1(constant[..., None, None] + self.scale * between) / self.num_rows
         return relative * self.kernel(q, k).square()
 
-    def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
-        """Refused: the variance depends on the direction of x̃ + ỹ, which these do not tell."""
-        raise ValueError(
-            "the variance of Sderf depends on the direction of q + k, not on its length alone; call variance(q, k)"
-        )
-
-    def extra_repr(self) -> str:
-        """Every setting, and a digest of S."""
-        return f"{super().extra_repr()}, second_moment={self._fitted_digest()}"
-
     def _shifted_(self, exponents: Tensor, x: Tensor, weights: Tensor) -> Tensor:
         """W·x̃ - |x̃|²/2 + b, written over W·x̃; and wᵀA w + ¼·log det(I - 4A)."""
         swapped = self._prepared_from is not self.projection
-        constants = self._constants_of(self.projection).to(x.dtype) if swapped else self._constants[x.dtype][0]
+        constants = self._own_constants(weights).to(x.dtype) if swapped else self._constants[x.dtype][0]
         return super()._shifted_(exponents, x, weights).add_(constants)
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,12 +131,8 @@ class Sderf(ExponentialEstimator, FittedMap):
         return super()._operands(x)
 
     def _own_constants(self, weights: Tensor) -> Tensor:
-        """wᵀA w + ¼·log det(I - 4A)."""
-        return self._constants_of(self.projection)
-
-    def _constants_of(self, projection: Tensor) -> Tensor:
         """wᵀA w + ¼·log det(I - 4A) of each row, (1, R) or (Hkv, 1, R)."""
-        quadratic = ((projection @ self.tilt) * projection).sum(-1)
+        quadratic = ((self.projection @ self.tilt) * self.projection).sum(-1)
         constants: Tensor = quadratic + torch.linalg.slogdet(self._stretch)[1].unsqueeze(-1) / 2
         return constants.unsqueeze(-2)
 
@@ -158,11 +145,7 @@ class Sderf(ExponentialEstimator, FittedMap):
         super()._prepare()
         if self._tilt is not None:
             with torch.inference_mode(False), torch.no_grad():
-                self._constants = in_both_dtypes(self._constants_of(self.projection))
-
-    def _fitted_sizes(self) -> tuple[tuple[int, int], ...]:
-        """Of S."""
-        return ((self.head_dim, self.head_dim),)
+                self._constants = in_both_dtypes(self._own_constants(self.projection))
 
     def _check_fitted(self, *tensors: Tensor) -> None:
         """Refuse second moments of another shape or of other heads, and what is none."""

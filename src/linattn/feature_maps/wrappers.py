@@ -14,7 +14,6 @@ from linattn.feature_maps._fitted import shared
 from linattn.feature_maps._statistics import (
     call_queries,
     check_fit,
-    floor_eigenvalues,
     geometric_mean,
     group_queries,
     second_moment,
@@ -70,7 +69,9 @@ class Balanced(Wrapper):
     """
 
     fitted_buffers = ("transform",)
+    _fitted_sizes = (("head_dim", "head_dim"),)
     _option = "transform"
+    _settings = ("ridge",)
     transform: Tensor | None
 
     def __init__(self, inner: FeatureMap, *, ridge: float = 1e-6, transform: Tensor | None = None) -> None:
@@ -98,8 +99,7 @@ class Balanced(Wrapper):
         check_fit(query, key, self.head_dim)
         with torch.no_grad():
             grouped = group_queries(query, key.shape[1])
-            moments = second_moment(grouped), second_moment(key)
-            self._set_fitted(_balancing(*moments, self.ridge))
+            self._set_fitted(_balancing(second_moment(grouped), second_moment(key), self.ridge))
             self._fit_inner(grouped, key)
         return self
 
@@ -113,10 +113,6 @@ class Balanced(Wrapper):
         x, _, backward = self._operands(x)
         return torch.matmul(self.inner.key_vjp(torch.matmul(x, backward), grad), backward.mT)
 
-    def extra_repr(self) -> str:
-        """Every setting, and a digest of M."""
-        return f"ridge={self.ridge}, transform={self._fitted_digest()}"
-
     def _moved_query(self, x: Tensor) -> tuple[Tensor, None]:
         """M q."""
         x, forward, _ = self._operands(x)
@@ -129,17 +125,9 @@ class Balanced(Wrapper):
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The input in at least float32; what multiplies queries and what multiplies keys from the right, as it."""
-        self._check_width(x)
-        self._fitted()
-        self._check_heads(x)
-        if x.dtype not in self._prepared:
-            x = x.to(torch.float32)
+        x = self._input(x)
         forward, backward = self._prepared[x.dtype]
         return x, forward, backward
-
-    def _fitted_sizes(self) -> tuple[tuple[int, int], ...]:
-        """Of M."""
-        return ((self.head_dim, self.head_dim),)
 
     def _check_fitted(self, *tensors: Tensor) -> None:
         """Refuse transforms of another shape, and such that have no inverse."""
@@ -166,17 +154,16 @@ class Balanced(Wrapper):
 
 
 def _balancing(query: Tensor, key: Tensor, ridge: float) -> Tensor:
-    """(Σq⁻¹ # Σk)^½, (Hkv, D, D)."""
-    query, key = (floor_eigenvalues(moment, ridge) for moment in _both(query, key))
-    return spectral(geometric_mean(spectral(query, torch.reciprocal), key), torch.sqrt)
-
-
-def _both(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Both second moments; one that is 0 is replaced by the other, two by I, so that nothing is moved."""
+    """(Σq⁻¹ # Σk)^½, (Hkv, D, D), of second moments with eigenvalues below `ridge` times the largest raised to that."""
+    # One that is 0 is replaced by the other, two by I, so that nothing is moved.
     size = [moment.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None] for moment in (query, key)]
     identity = torch.eye(query.shape[-1], dtype=query.dtype, device=query.device)
     either = torch.where(size[0] > 0, query, torch.where(size[1] > 0, key, identity))
-    return either, torch.where(size[1] > 0, key, either)
+    query, key = (
+        spectral(moment, lambda x: torch.maximum(x, ridge * x.amax(-1, keepdim=True)))
+        for moment in (either, torch.where(size[1] > 0, key, either))
+    )
+    return spectral(geometric_mean(spectral(query, torch.reciprocal), key), torch.sqrt)
 
 
 @final
@@ -215,6 +202,7 @@ class Centred(Wrapper):
     """
 
     fitted_buffers = ("query_mean", "key_mean")
+    _fitted_sizes = ((1, "head_dim"), (1, "head_dim"))
     _option = "query_mean and key_mean"
     _least_dtype = torch.float32
     query_mean: Tensor | None
@@ -286,7 +274,7 @@ class Centred(Wrapper):
 
     def _pulled(self, x: Tensor, grad: Tensor, pull: Callable[[Tensor, Tensor], Tensor], side: str) -> Tensor:
         """The gradient of an input, through the centred input and through the weight."""
-        x, query_mean, key_mean = self._operands(x)
+        x, (query_mean, key_mean) = self._with_fitted(x)
         mean, other = (query_mean, key_mean) if side == "query" else (key_mean, query_mean)
         total = grad.sum(-1, keepdim=True) if self.exponential else None
         gradient = pull(x - mean, grad)
@@ -294,24 +282,11 @@ class Centred(Wrapper):
 
     def _moved_query(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """q - q̄ and scale·(q - q̄)·k̄, (..., L, 1)."""
-        x, query_mean, key_mean = self._operands(x)
+        x, (query_mean, key_mean) = self._with_fitted(x)
         centred = x - query_mean
         return centred, torch.matmul(centred, key_mean.mT) * self.scale
 
     def _moved_key(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """k - k̄ and scale·q̄·k, (..., L, 1)."""
-        x, query_mean, key_mean = self._operands(x)
+        x, (query_mean, key_mean) = self._with_fitted(x)
         return x - key_mean, torch.matmul(x, query_mean.mT) * self.scale
-
-    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The input in at least float32, and both means in its dtype."""
-        self._check_width(x)
-        query_mean, key_mean = self._fitted()
-        self._check_heads(x)
-        if x.dtype not in (torch.float32, torch.float64):
-            x = x.to(torch.float32)
-        return x, query_mean.to(x.dtype), key_mean.to(x.dtype)
-
-    def _fitted_sizes(self) -> tuple[tuple[int, int], ...]:
-        """Of both means."""
-        return ((1, self.head_dim),) * 2

@@ -99,18 +99,6 @@ def parse_map(text: str) -> MapSpec:
             raise ValueError(f"{text!r}: {wrapper} takes one feature map and no options, as in {wrapper}(FavorPlus)")
         wrappers.append(wrapper)
         node = node.args[0]
-    name, options = _read(node, text)
-    return MapSpec(name, options, tuple(wrappers))
-
-
-def _exact(node: ast.expr, known: Iterable[str]) -> str | None:
-    """The known name that an expression is, written in any case."""
-    written = node.id.lower() if isinstance(node, ast.Name) else None
-    return next((name for name in known if name.lower() == written), None)
-
-
-def _read(node: ast.expr, text: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
-    """The exact name and the options of "Name" or "Name(option=literal)"."""
     head = node.func if isinstance(node, ast.Call) else node
     if not isinstance(head, ast.Name):
         raise _no_form(text)
@@ -118,10 +106,16 @@ def _read(node: ast.expr, text: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
     if exact is None:
         raise _no_map(head.id, text)
     if not isinstance(node, ast.Call):
-        return exact, ()
+        return MapSpec(exact, (), tuple(wrappers))
     if node.args:
         raise ValueError(f"{text!r}: write every option of {exact} by name, as in {exact}(option=value)")
-    return exact, tuple(_read_option(keyword, exact, text) for keyword in node.keywords)
+    return MapSpec(exact, tuple(_read_option(keyword, exact, text) for keyword in node.keywords), tuple(wrappers))
+
+
+def _exact(node: ast.expr, known: Iterable[str]) -> str | None:
+    """The known name that an expression is, written in any case."""
+    written = node.id.lower() if isinstance(node, ast.Name) else None
+    return next((name for name in known if name.lower() == written), None)
 
 
 def _read_option(keyword: ast.keyword, name: str, text: str) -> tuple[str, Any]:

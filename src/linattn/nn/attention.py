@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.attention import State
-from linattn.nn.streams import Attended, KeptTokens, Stream
+from linattn.nn.streams import Attended, KeptTokens, Stream, kind_of
 from linattn.positions import Gate, Gates, Position, token_positions
 from linattn.softmax.checking import check_dense, check_mask
 
@@ -48,6 +48,7 @@ class Attention(nn.Module, ABC):
     """
 
     parts: Parts | None = None
+    _keeps: type[State | KeptTokens]  # what its streams hold
 
     def __init__(
         self,
@@ -77,7 +78,10 @@ class Attention(nn.Module, ABC):
         self.v_proj = nn.Linear(embed_dim, narrow, bias, **made)
         self.o_proj = nn.Linear(wide, embed_dim, bias, **made)
         self.g_proj = nn.Linear(embed_dim, wide, **made) if output_gate else None
-        self.q_norm, self.k_norm = (_norm(qk_norm, self.head_dim, made) for _ in range(2))
+        if qk_norm is not None and qk_norm not in _NORMS:
+            raise ValueError(f"qk_norm must be one of {tuple(_NORMS)} or None, got {qk_norm!r}")
+        norms = (None if qk_norm is None else _NORMS[qk_norm](self.head_dim, **made) for _ in range(2))
+        self.q_norm, self.k_norm = norms
         self._check_order(positions, gate)
         self.positions = positions if positions is None or device is None else positions.to(device)
         self.gate = gate if gate is None or device is None else gate.to(device)
@@ -139,11 +143,17 @@ class Attention(nn.Module, ABC):
                 "or load its weights into another"
             )
         self._check_tokens(x, None, key_mask)
-        past = None if state is None else self._checked_kept(state)
+        if state is not None and not (isinstance(state, Stream) and isinstance(state.kept, self._keeps)):
+            raise TypeError(
+                f"a {type(self).__name__} goes on from the Stream of a {self._keeps.__name__}, got {kind_of(state)}; "
+                "give each layer the state that it returned"
+            )
         x = _silenced(x, key_mask)
-        before = None if state is None else state.num_before(x)
-        out, past = self._attend_with_state(self._heads(x, x, key_mask, before), past)
-        return Attended(self._merged(out, x), Stream(past, _num_tokens(x, key_mask, state)))
+        before, past = (None, None) if state is None else (state.num_before(x), state.kept)
+        out, after = self._attend_with_state(self._heads(x, x, key_mask, before), past)
+        number = torch.full((x.shape[0],), x.shape[1], dtype=torch.int64, device=x.device)
+        number = number if key_mask is None else key_mask.sum(1)
+        return Attended(self._merged(out, x), Stream(after, number if before is None else before + number))
 
     @abstractmethod
     def _attend(self, heads: Heads) -> Tensor:
@@ -152,10 +162,6 @@ class Attention(nn.Module, ABC):
     @abstractmethod
     def _attend_with_state(self, heads: Heads, past: Any) -> tuple[Tensor, State | KeptTokens]:
         """Attention after what was kept, None for nothing: (B, H, L, D), and what is kept now."""
-
-    @abstractmethod
-    def _checked_kept(self, state: Stream) -> State | KeptTokens:
-        """The State or tokens in a stream of this kind of layer; refuse others."""
 
     def _heads(self, x: Tensor, source: Tensor, key_mask: Tensor | None, before: Tensor | None) -> Heads:
         """The call's tokens in heads, at their positions after so many (B,) before, with their gates."""
@@ -228,15 +234,6 @@ class Attention(nn.Module, ABC):
         )
 
 
-def _norm(name: str | None, head_dim: int, made: dict[str, Any]) -> nn.RMSNorm | nn.LayerNorm | None:
-    """The norm of queries or keys, by name."""
-    if name is None:
-        return None
-    if name not in _NORMS:
-        raise ValueError(f"qk_norm must be one of {tuple(_NORMS)} or None, got {name!r}")
-    return _NORMS[name](head_dim, **made)
-
-
 def _normed(norm: nn.RMSNorm | nn.LayerNorm | None, x: Tensor) -> Tensor:
     """The norm in its own precision, which autocast does not see to."""
     return x if norm is None else norm(x.to(norm.weight.dtype))
@@ -254,15 +251,6 @@ def _places(x: Tensor, key_mask: Tensor | None, before: Tensor | None) -> Tensor
         return places
     places = torch.arange(x.shape[1], device=x.device)
     return places if before is None else before.unsqueeze(1) + places
-
-
-def _num_tokens(x: Tensor, key_mask: Tensor | None, state: Stream | None) -> Tensor:
-    """How many tokens each row has seen after these, (B,)."""
-    if key_mask is None:
-        new = torch.full((x.shape[0],), x.shape[1], dtype=torch.int64, device=x.device)
-    else:
-        new = key_mask.sum(1)
-    return new if state is None else state.num_tokens + new
 
 
 def _checked_head_dim(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self, final
+from typing import Self, final
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from linattn.attention._check import check_map
 from linattn.attention.window import check_window
 from linattn.feature_maps import FeatureMap
 from linattn.nn.attention import Attention, Heads, QkNorm
-from linattn.nn.streams import Stream, kind_of
 from linattn.positions import Gate, Position, gated_attention_with_state
 
 
@@ -68,6 +67,8 @@ class LinearAttention(Attention):
         3.2.2; Qiu et al. 2025 (arXiv 2505.06708) for the output gate.
     """
 
+    _keeps = State
+
     def __init__(
         self,
         embed_dim: int,
@@ -91,7 +92,19 @@ class LinearAttention(Attention):
             positions=positions, gate=gate, qk_norm=qk_norm, output_gate=output_gate, bias=bias, device=device,
             dtype=dtype,
         )  # fmt: skip
-        bound = self._bound(feature_map)
+        check_map(feature_map)
+        if positions is None and feature_map.head_dim != self.head_dim:
+            raise ValueError(
+                f"the feature map was built for head_dim={feature_map.head_dim}, the layer has heads of width "
+                f"{self.head_dim}; build the map with head_dim={self.head_dim}"
+            )
+        heads = getattr(feature_map, "num_heads", None)
+        if heads is not None and heads != self.num_kv_heads:
+            raise ValueError(
+                f"the feature map holds parameters for each of {heads} key/value heads, the layer has "
+                f"{self.num_kv_heads}; build the map with num_heads={self.num_kv_heads}, or None to share one set"
+            )
+        bound = feature_map if self.positions is None else self.positions.bind(feature_map)
         self.feature_map = bound if device is None else bound.to(device)
         if window is not None:
             check_window(window, bound, 1, 1, is_causal=is_causal)
@@ -134,19 +147,32 @@ class LinearAttention(Attention):
             >>> bool((layer.k_proj.weight == mha.in_proj_weight[8:16]).all())
             True
         """
-        projections = multihead_projections(mha, batch_first=batch_first)
-        weight = mha.out_proj.weight
+        _check_representable(mha)
+        if not (mha.batch_first or batch_first):
+            raise ValueError(
+                "mha takes (L, B, E), this layer (B, L, E); say batch_first=True, and transpose what you give the layer"
+            )
+        joint, bias = (mha._parameters[name] for name in ("in_proj_weight", "in_proj_bias"))
+        apart, weight = (mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight), mha.out_proj.weight
+        weights = (*(apart if joint is None else joint.chunk(3)), weight)
         layer = cls(
             mha.embed_dim,
             mha.num_heads,
             feature_map,
             is_causal=is_causal,
             window=window,
-            bias=projections.biases is not None,
+            bias=bias is not None,
             device=weight.device,
             dtype=weight.dtype,
         )
-        fill_((layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj), projections)
+        projections = layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj
+        for projection, copied in zip(projections, weights, strict=True):
+            projection.weight = nn.Parameter(copied.detach().clone())
+            # A memory may have a width of its own.
+            projection.out_features, projection.in_features = copied.shape
+        if bias is not None:
+            for projection, copied in zip(projections, (*bias.chunk(3), mha.out_proj.bias), strict=True):
+                projection.bias = nn.Parameter(copied.detach().clone())
         return layer.train(mha.training)
 
     def _attend(self, heads: Heads) -> Tensor:
@@ -164,72 +190,11 @@ class LinearAttention(Attention):
             return linear_attention_with_state(*tokens, past, key_mask=mask, enable_gqa=True, window=window)
         return gated_attention_with_state(*tokens, heads.gates, past, key_mask=mask, enable_gqa=True, window=window)
 
-    def _checked_kept(self, state: Stream) -> State:
-        """The op's state."""
-        if not isinstance(state, Stream) or not isinstance(state.kept, State):
-            raise TypeError(
-                f"a linear layer goes on from the Stream of a linattn.State, got {kind_of(state)}; give each layer the "
-                "state that it returned"
-            )
-        return state.kept
-
-    def _bound(self, feature_map: FeatureMap) -> FeatureMap:
-        """The map to attend with, under the layer's positions; one for other heads is refused."""
-        check_map(feature_map)
-        if self.positions is None and feature_map.head_dim != self.head_dim:
-            raise ValueError(
-                f"the feature map was built for head_dim={feature_map.head_dim}, the layer has heads of width "
-                f"{self.head_dim}; build the map with head_dim={self.head_dim}"
-            )
-        heads = getattr(feature_map, "num_heads", None)
-        if heads is not None and heads != self.num_kv_heads:
-            raise ValueError(
-                f"the feature map holds parameters for each of {heads} key/value heads, the layer has "
-                f"{self.num_kv_heads}; build the map with num_heads={self.num_kv_heads}, or None to share one set"
-            )
-        return feature_map if self.positions is None else self.positions.bind(feature_map)
-
-
-class Projections(NamedTuple):
-    """Weights and biases of the four projections."""
-
-    weights: tuple[Tensor, Tensor, Tensor, Tensor]
-    biases: tuple[Tensor, Tensor, Tensor, Tensor] | None
-
-
-def multihead_projections(mha: nn.MultiheadAttention, *, batch_first: bool | None) -> Projections:
-    """The layer's projections of queries, keys, values and outputs."""
-    if not isinstance(mha, nn.MultiheadAttention):
-        raise TypeError(f"mha must be a torch.nn.MultiheadAttention, got {type(mha).__name__}")
-    _check_representable(mha)
-    if not (mha.batch_first or batch_first):
-        raise ValueError(
-            "mha takes (L, B, E), this layer (B, L, E); say batch_first=True, and transpose what you give the layer"
-        )
-    joint, joint_bias = (mha._parameters[name] for name in ("in_proj_weight", "in_proj_bias"))
-    if joint is not None:
-        query, key, value = joint.chunk(3)
-    else:
-        query, key, value = mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight
-    weights = (query, key, value, mha.out_proj.weight)
-    if joint_bias is None:
-        return Projections(weights, None)
-    query, key, value = joint_bias.chunk(3)
-    return Projections(weights, (query, key, value, mha.out_proj.bias))
-
-
-def fill_(layers: tuple[nn.Linear, ...], projections: Projections) -> None:
-    """Copy them into linear layers, which take the weights' shapes."""
-    with torch.no_grad():
-        for place, layer in enumerate(layers):
-            layer.weight = nn.Parameter(projections.weights[place].detach().clone())
-            layer.out_features, layer.in_features = layer.weight.shape
-            if projections.biases is not None:
-                layer.bias = nn.Parameter(projections.biases[place].detach().clone())
-
 
 def _check_representable(mha: nn.MultiheadAttention) -> None:
     """Refuse what these layers do not have."""
+    if not isinstance(mha, nn.MultiheadAttention):
+        raise TypeError(f"mha must be a torch.nn.MultiheadAttention, got {type(mha).__name__}")
     if mha.kdim != mha.vdim:
         raise ValueError(
             f"keys and values are projections of one memory here, got kdim={mha.kdim} and vdim={mha.vdim}; "

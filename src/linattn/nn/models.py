@@ -136,7 +136,15 @@ class LinearLM(nn.Module):
 
     def __init__(self, vocab_size: int, blocks: Iterable[Block]) -> None:
         super().__init__()
-        self.blocks = _checked(blocks)
+        held = list(blocks)
+        widths = sorted({block.attention.embed_dim for block in held})
+        if len(widths) != 1:
+            raise ValueError(f"blocks must be at least one, and of one width, got {len(held)} of widths {widths}")
+        wrong = [place for place, block in enumerate(held) if not block.attention.is_causal]
+        if wrong:
+            raise ValueError(f"every block must have is_causal=True, got others at {wrong}")
+        # A ModuleList is no Sequence in its annotations.
+        self.blocks = cast("Sequence[Block]", nn.ModuleList(held))
         width, weight = self.blocks[0].attention.embed_dim, self.blocks[0].attention.q_proj.weight
         self.embedding = nn.Embedding(vocab_size, width, device=weight.device, dtype=weight.dtype)
         self.norm = nn.RMSNorm(width, device=weight.device, dtype=weight.dtype)
@@ -192,16 +200,3 @@ def initialize_(model: LinearLM) -> None:
                 nn.init.normal_(part.weight, std=0.02 * (2 * len(model.blocks)) ** (-0.5 * is_added))
                 if part.bias is not None:
                     nn.init.zeros_(part.bias)
-
-
-def _checked(blocks: Iterable[Block]) -> Sequence[Block]:
-    """The blocks of a model; what does not fit is refused."""
-    held = list(blocks)
-    widths = sorted({block.attention.embed_dim for block in held})
-    if len(widths) != 1:
-        raise ValueError(f"blocks must be at least one, and of one width, got {len(held)} of widths {widths}")
-    wrong = [place for place, block in enumerate(held) if not block.attention.is_causal]
-    if wrong:
-        raise ValueError(f"every block must have is_causal=True, got others at {wrong}")
-    # A ModuleList is no Sequence in its annotations.
-    return cast("Sequence[Block]", nn.ModuleList(held))

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from linattn.feature_maps import RandomFeatureMap
+from linattn.feature_maps._arguments import check_count
 
 
 class RedrawSchedule:
@@ -42,10 +43,8 @@ class RedrawSchedule:
     """
 
     def __init__(self, model: nn.Module, *, every: int, seed: int = 0) -> None:
-        for name, value, least in (("every", every, 1), ("seed", seed, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        self.model, self.every, self.seed, self.num_steps = model, every, seed, 0
+        self.model, self.num_steps = model, 0
+        self.every, self.seed = check_count("every", every), check_count("seed", seed, at_least=0)
         if not self._maps():
             raise ValueError(f"{type(model).__name__} has no map that is drawn, hence nothing to redraw")
 

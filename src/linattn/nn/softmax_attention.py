@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linattn.nn.attention import Attention, Heads
-from linattn.nn.streams import KeptTokens, Stream, extended, kind_of
+from linattn.nn.streams import KeptTokens, extended
 from linattn.positions import Gate, Position, gate_bias
 from linattn.positions.gates import spans
 from linattn.softmax import softmax_attention
@@ -44,6 +44,8 @@ class SoftmaxAttention(Attention):
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2; Lin et al. 2025 (arXiv 2503.02130) for the gate.
     """
 
+    _keeps = KeptTokens
+
     def _check_order(self, positions: Position | None, gate: Gate | None) -> None:
         """Refuse positions that widen queries and keys too."""
         super()._check_order(positions, gate)
@@ -59,6 +61,11 @@ class SoftmaxAttention(Attention):
 
     def _attend_with_state(self, heads: Heads, past: KeptTokens | None) -> tuple[Tensor, KeptTokens]:
         """By SDPA over what was kept and the new tokens; under gates in spans, as `gated_attention_with_state`."""
+        if past is not None and (past.key_bias is None) != (self.gate is None):
+            raise ValueError(
+                "a stream belongs to the layer that began it, got one "
+                f"{'with' if self.gate is None else 'without'} a gate's biases on its keys"
+            )
         if heads.gates is None:
             past = extended(past, KeptTokens(heads.key, heads.value, heads.key_mask))
             return self._attend_to(heads.query, past), past
@@ -81,17 +88,3 @@ class SoftmaxAttention(Attention):
         return softmax_attention(
             query, key, value, key_mask=key_mask, key_bias=key_bias, is_causal=is_causal, enable_gqa=True
         )
-
-    def _checked_kept(self, state: Stream) -> KeptTokens:
-        """The keys and values."""
-        if not isinstance(state, Stream) or not isinstance(state.kept, KeptTokens):
-            raise TypeError(
-                f"a softmax layer goes on from the Stream of KeptTokens, got {kind_of(state)}; give each layer the "
-                "state that it returned"
-            )
-        if (state.kept.key_bias is None) != (self.gate is None):
-            raise ValueError(
-                "a stream belongs to the layer that began it, got one "
-                f"{'with' if self.gate is None else 'without'} a gate's biases on its keys"
-            )
-        return state.kept

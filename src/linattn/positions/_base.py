@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from linattn.feature_maps import FeatureMap
 from linattn.softmax.checking import check_dense
 from linattn.softmax.precision import accumulation_dtype
-from linattn.softmax.tracing import is_traced
 
 
 class Position(nn.Module, ABC):
@@ -123,23 +122,6 @@ def checked_positions(query: Tensor, key: Tensor, positions: Tensor, head_dim: i
         raise ValueError(f"positions must be ({length},) or ({batch}, {length}), got {tuple(positions.shape)}")
     rows = positions if positions.ndim == 2 else positions.unsqueeze(0)
     return rows.to(key.device, torch.float64).unsqueeze(1)
-
-
-def check_below(at: Tensor, max_length: int, name: str) -> None:
-    """Refuse positions outside 0 … max_length - 1; a traced call cannot look at them."""
-    if is_traced(at) or not at.numel():
-        return
-    low, high = int(at.min()), int(at.max())
-    if low < 0 or high >= max_length:
-        raise ValueError(
-            f"{name} was built for positions from 0 to {max_length - 1}, got {low} to {high}; build it with a larger "
-            "max_length"
-        )
-
-
-def concatenated(x: Tensor, code: Tensor) -> Tensor:
-    """[x; code] in the dtype of x: (B, H, L, D), (B or 1, 1, L, P) -> (B, H, L, D + P)."""
-    return torch.cat((x, code.to(x.dtype).expand(*x.shape[:2], -1, -1)), -1)
 
 
 def wide(x: Tensor) -> Tensor:

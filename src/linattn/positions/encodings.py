@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from linattn.feature_maps import FeatureMap
 from linattn.feature_maps._arguments import check_count, check_number
-from linattn.positions._base import Position, check_below, checked_positions, concatenated, wide
+from linattn.positions._base import Position, checked_positions, wide
+from linattn.softmax.tracing import is_traced
 
 # A map's own kernel is a float64 oracle: rotating both sides moves it by roundings, or by far more.
 _ROUNDING = 1e-8
@@ -148,8 +149,8 @@ class ConcatenatedCodes(Position):
         """Codes of positions: (…,) -> (…, P)."""
 
     def encode_query(self, x: Tensor, at: Tensor) -> Tensor:
-        """[x; p]."""
-        return concatenated(x, self.code(at))
+        """[x; p] in the dtype of x."""
+        return torch.cat((x, self.code(at).to(x.dtype).expand(*x.shape[:2], -1, -1)), -1)
 
 
 @final
@@ -238,8 +239,15 @@ class LearnedCodes(ConcatenatedCodes):
         return self.codes[at.long()]
 
     def check_positions(self, at: Tensor) -> None:
-        """Refuse positions beyond the table."""
-        check_below(at, self.max_length, type(self).__name__)
+        """Refuse positions beyond the table; a traced call cannot look at them."""
+        if is_traced(at) or not at.numel():
+            return
+        low, high = int(at.min()), int(at.max())
+        if low < 0 or high >= self.max_length:
+            raise ValueError(
+                f"LearnedCodes was built for positions from 0 to {self.max_length - 1}, got {low} to {high}; build it "
+                "with a larger max_length"
+            )
 
     def extra_repr(self) -> str:
         """The settings."""

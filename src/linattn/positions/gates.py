@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from linattn.attention import Attended, State, linear_attention_with_state
 from linattn.feature_maps import FeatureMap
-from linattn.softmax.checking import check_dense
+from linattn.softmax.checking import DTYPES, check_bool, check_dense, check_dtype
 from linattn.softmax.tracing import is_traced
 
 # Exponents lose digits with their size: to 2^10, float32 keeps 6e-5 of a weight and float64 1e-13.
@@ -208,16 +208,14 @@ def _checked(gates: Gates, key_mask: Tensor | None) -> Gates:
     named = {"log_forget": gates.log_forget} | ({} if gates.log_input is None else {"log_input": gates.log_input})
     check_dense(**named, key_mask=key_mask)
     for name, x in named.items():
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"{name} must be a floating tensor, the logarithm of a gate, got {got}")
+        check_dtype(name, x, DTYPES, "a floating tensor, the logarithm of a gate", "convert it with .float()")
         if x.ndim != 3 or x.shape != gates.log_forget.shape:
             raise ValueError(
                 f"{name} must be (B or 1, Hkv, L), the same for both gates, got {tuple(x.shape)} beside log_forget of "
                 f"{tuple(gates.log_forget.shape)}"
             )
-    if key_mask is not None and key_mask.dtype != torch.bool:
-        raise TypeError(f"key_mask must be a bool tensor, True = attend, got {key_mask.dtype}")
+    if key_mask is not None:
+        check_bool(key_mask)
     if key_mask is not None and (
         key_mask.shape[-1] != gates.log_forget.shape[-1] or gates.log_forget.shape[0] not in (1, key_mask.shape[0])
     ):

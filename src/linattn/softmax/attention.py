@@ -122,24 +122,18 @@ def softmax_partial(
 
 
 def softmax_rows(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Partial:
-    """Rows (..., n, Dv) of queries (..., n, D) over keys (..., K, D) and values (..., K, Dv)."""
-    weights, log_normalizer = softmax_weights(query, key, bias, scale)
-    return Partial((weights @ value.to(weights.dtype)).to(query.dtype), log_normalizer)
+    """Rows (..., n, Dv) of queries (..., n, D) over keys (..., K, D) and values (..., K, Dv), in at least float32.
 
-
-def softmax_weights(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Weights (..., n, K) of queries (..., n, D) over keys (..., K, D), and their log-normalisers (..., n).
-
-    In at least float32; `bias` is added to the logits. Rows whose biases are all -inf have weights 0 and log-normaliser
-    -inf.
+    `bias` is added to the logits. Rows whose biases are all -inf are 0, with log-normaliser -inf.
     """
     dtype = accumulation_dtype(query.dtype)
     logits = (query.to(dtype) * scale) @ key.to(dtype).mT
     weights, peak = exponentials(logits if bias is None else logits + bias)
     total = weights.sum(-1, keepdim=True)
     dead = total == 0
-    log_normalizer = torch.where(dead, -torch.inf, torch.where(dead, 1, total).log() + peak)
-    return weights / torch.where(dead, 1, total), log_normalizer.squeeze(-1)
+    total = torch.where(dead, 1, total)
+    log_normalizer = torch.where(dead, -torch.inf, total.log() + peak)
+    return Partial((weights / total @ value.to(dtype)).to(query.dtype), log_normalizer.squeeze(-1))
 
 
 def exponentials(logs: Tensor) -> tuple[Tensor, Tensor]:

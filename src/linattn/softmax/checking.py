@@ -11,7 +11,7 @@ from torch import Tensor
 from linattn.softmax.precision import accumulation_dtype
 from linattn.softmax.tokens import Tokens
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def checked(
@@ -49,7 +49,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name} must be (B, H, L, width) like scaled_dot_product_attention's, got {x.ndim} dimensions "
                 f"{tuple(x.shape)}; add dimensions with unsqueeze, or transpose(1, 2) from (B, L, H, width)"
             )
-        if x.dtype not in _DTYPES:
+        if x.dtype not in DTYPES:
             raise TypeError(
                 f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}; convert it with {name}.float()"
             )
@@ -76,7 +76,7 @@ def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     first = tensors[0]
     if not isinstance(first, Tensor) or first.is_meta or not torch.is_autocast_enabled(first.device.type):
         return tensors
-    if any(not isinstance(x, Tensor) or x.is_meta or x.dtype not in _DTYPES for x in tensors):
+    if any(not isinstance(x, Tensor) or x.is_meta or x.dtype not in DTYPES for x in tensors):
         return tensors
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
     return tuple(x.to(dtype) for x in tensors)
@@ -116,7 +116,7 @@ def _as_bias(key_mask: Tensor | None, key_bias: Tensor | None, key: Tensor) -> T
         check_mask(key_mask, (batch, length))
     if key_bias is not None:
         wanted = "a floating tensor, the logarithm of a factor on each key's weight"
-        _check_kind("key_bias", key_bias, _DTYPES, wanted, "a bool mask goes into key_mask")
+        check_dtype("key_bias", key_bias, DTYPES, wanted, "a bool mask goes into key_mask")
         if tuple(key_bias.shape) not in ((batch, heads, length), (batch, 1, length)):
             raise ValueError(
                 f"key_bias must be (B, Hkv or 1, Lk) = {(batch, heads, length)} or {(batch, 1, length)}, got "
@@ -135,8 +135,7 @@ def _as_bias(key_mask: Tensor | None, key_bias: Tensor | None, key: Tensor) -> T
 
 def check_mask(key_mask: object, shape: tuple[int, int]) -> None:
     """Refuse what is no mask of keys (B, Lk)."""
-    remedy = "convert a mask of 1 and 0 with mask.bool(), one of 0 and -inf with mask == 0"
-    _check_kind("key_mask", key_mask, (torch.bool,), "a bool tensor, True = attend", remedy)
+    check_bool(key_mask)
     if isinstance(key_mask, Tensor) and tuple(key_mask.shape) != shape:
         raise ValueError(
             f"key_mask must be (B, Lk) = {shape}, got {tuple(key_mask.shape)}; it masks keys, for all queries: give "
@@ -144,7 +143,13 @@ def check_mask(key_mask: object, shape: tuple[int, int]) -> None:
         )
 
 
-def _check_kind(name: str, x: object, dtypes: tuple[torch.dtype, ...], wanted: str, remedy: str) -> None:
+def check_bool(key_mask: object) -> None:
+    """Refuse what is no bool mask."""
+    remedy = "convert a mask of 1 and 0 with mask.bool(), one of 0 and -inf with mask == 0"
+    check_dtype("key_mask", key_mask, (torch.bool,), "a bool tensor, True = attend", remedy)
+
+
+def check_dtype(name: str, x: object, dtypes: tuple[torch.dtype, ...], wanted: str, remedy: str) -> None:
     """Refuse what is no tensor of these dtypes."""
     if not isinstance(x, Tensor) or x.dtype not in dtypes:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -164,11 +169,11 @@ def check_dense(**tensors: object) -> None:
             )
 
 
-def check_indices(indices: Tensor) -> None:
+def check_indices(indices: Tensor, name: str = "indices") -> None:
     """Refuse what is no list of numbers of rows."""
     if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
         raise ValueError(
-            f"indices must be a 1-D integer tensor, got {indices.dtype} of shape {tuple(indices.shape)}; "
+            f"{name} must be a 1-D integer tensor, got {indices.dtype} of shape {tuple(indices.shape)}; "
             "turn a mask into indices with mask.nonzero().squeeze(1)"
         )
 

@@ -65,10 +65,6 @@ class RowGroups(Generic[K]):
         filled = [_filled(part, most - part.bias.shape[2]) for part in parts]
         return Tokens(*(in_order(self.rows, x) for x in zip(*filled, strict=True)))
 
-    def by_group(self, change: Callable[[K, tuple[int, ...]], K]) -> RowGroups[K]:
-        """The keys of each group changed by a function of them and their rows."""
-        return RowGroups(self.rows, tuple(map(change, self.keys, self.rows)))
-
     def each(self, change: Callable[[Tensor], Tensor]) -> RowGroups[K]:
         """Apply a change to every tensor."""
         return RowGroups(self.rows, tuple(keys.each(change) for keys in self.keys))

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def constant_in_graphs(function: F) -> F:
+    """Have a graph take a function's result for a constant; torch's own mark for it imports the compiler."""
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
 
 
 def is_followed(*tensors: Tensor | None) -> bool:

@@ -29,11 +29,7 @@ def check_backend(name: str) -> None:
 
 
 def choose(name: str, call: Call) -> Backend:
-    """The backend of this name, or the first that can run the call where the name is "auto".
-
-    Raises:
-        ValueError: the named backend cannot run the call; every reason is listed.
-    """
+    """The backend of this name, refused with every reason if it cannot run the call; the first that can for "auto"."""
     if name == "auto":
         is_token = call.key.shape[2] == call.query.shape[3] == 1
         if is_token and BACKENDS.get("compiled") is _COMPILED and not _COMPILED.objections(call):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from linattn.attention.backends.backend import Backend, Call, Rows
 from linattn.attention.sums import Sums
 from linattn.softmax.extensions import missing
+from linattn.softmax.tracing import constant_in_graphs
 
 
 class Triton:
@@ -29,14 +28,9 @@ class Triton:
         return _kernels().read(call, sums)
 
 
+@constant_in_graphs
 def _missing() -> str:
     """Why the package cannot be called, or ""."""
-    if torch.compiler.is_compiling():
-        # Imported here: torch's marks for its compiler import the compiler.
-        from linattn.attention.backends._constants import constant_missing
-
-        reason: str = constant_missing("linattn_triton")
-        return reason
     return missing("linattn_triton")
 
 

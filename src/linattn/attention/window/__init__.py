@@ -12,4 +12,3 @@ from linattn.attention.window.keys import check_width as check_width
 from linattn.attention.window.keys import check_window as check_window
 from linattn.attention.window.keys import decayed as decayed
 from linattn.attention.window.keys import shares_normalizer as shares_normalizer
-from linattn.attention.window.keys import width_of as width_of

@@ -29,12 +29,6 @@ from linattn.softmax.weighted import Reading
 _SEGMENT = 4096
 
 
-def attend_bidirectional(call: Call, backend: Backend, window: int, nothing: Sums) -> Partial:
-    """Rows (B, H, G, Lq, ·): neighbouring blocks exactly, keys before and after them by the map, as two parts."""
-    key, value = inert(call.bias, call.key, call.value)
-    return combine(*attend_around(call._replace(key=key, value=value), backend, window, (nothing, nothing)))
-
-
 def attend_around(call: Call, backend: Backend, window: int, others: tuple[Sums, Sums]) -> list[Partial]:
     """The parts of rows (B, H, G, L, ·) with a window: near keys exactly, all others by the map; masked ones are inert.
 
@@ -131,14 +125,9 @@ def _map_rows(call: Call, backend: Backend, first: int, before: Sums, window: in
             query = torch.nn.functional.pad(rows(begin, count + window), (0, 0, unasked, 0))
             middle = call.with_keys(slice(begin - window, None))._replace(query=query)
             part, state = map_rows(middle, backend, state, span=window)
-            parts.append(_rows(part, unasked))
+            parts.append(Partial(part.out[:, :, :, unasked:], part.log_normalizer[:, :, :, unasked:]))
         parts.append(read(count + window, length))
     return joined(parts), state
-
-
-def _rows(partial: Partial, first: int) -> Partial:
-    """The rows from `first` on."""
-    return Partial(partial.out[:, :, :, first:], partial.log_normalizer[:, :, :, first:])
 
 
 Kept = WindowKeys | RowGroups[WindowKeys]
@@ -149,18 +138,19 @@ def attend_with_window(
 ) -> tuple[Partial, Sums, Kept | None]:
     """Rows (B, H, G, Lq, ·), the sums after all keys, and those of the window, which a stream goes on from."""
     nothing = partial(WindowKeys.empty, window, call.key, call.value)
+
+    def attend_bidirectional(each: Call) -> Partial:
+        key, value = inert(each.bias, each.key, each.value)
+        return combine(*attend_around(each._replace(key=key, value=value), backend, window, (before, before)))
+
+    def attend_alike(each: Call, sums: Sequence[Tensor], keys: WindowKeys) -> Streamed[WindowKeys]:
+        rows, after, later = attend_causal(each, backend, Sums(*sums), keys)
+        return Streamed(*rows, after, later)
+
     if not call.is_causal:
-        rows = turned(call, lambda each: attend_bidirectional(each, backend, window, before))
-        return Reading(*rows).partial(), before, None
+        return Reading(*turned(call, attend_bidirectional)).partial(), before, None
     if not is_stream and call.bias is not None and not has_values(call.bias):
         rows = turned(call, lambda each: attend_causal(each, backend, before, nothing())[0])
         return Reading(*rows).partial(), before, None
-    attend = partial(_attend_alike, backend=backend)
-    out, log, sums, after = attend_by_groups(call, before, keys, nothing, attend)
+    out, log, sums, after = attend_by_groups(call, before, keys, nothing, attend_alike)
     return Reading(out, log).partial(), Sums(*sums), after
-
-
-def _attend_alike(call: Call, sums: Sequence[Tensor], keys: WindowKeys, *, backend: Backend) -> Streamed[WindowKeys]:
-    """Causal rows that begin at the same token, and what comes after them."""
-    rows, after, later = attend_causal(call, backend, Sums(*sums), keys)
-    return Streamed(*rows, after, later)

@@ -46,12 +46,8 @@ def decayed(keys: WindowKeys | RowGroups[WindowKeys], log_factor: Tensor) -> Win
     if isinstance(keys, WindowKeys):
         return keys.decay(log_factor)
     is_one = log_factor.shape[0] == 1
-    return keys.by_group(lambda group, rows: group.decay(log_factor if is_one else log_factor[list(rows)]))
-
-
-def width_of(keys: WindowKeys | RowGroups[WindowKeys]) -> int:
-    """w."""
-    return keys.width if isinstance(keys, WindowKeys) else keys.keys[0].width
+    groups = zip(keys.keys, keys.rows, strict=True)
+    return RowGroups(keys.rows, tuple(x.decay(log_factor if is_one else log_factor[list(rows)]) for x, rows in groups))
 
 
 def _from_leaves(tensors: Iterable[Any], width: int) -> WindowKeys:

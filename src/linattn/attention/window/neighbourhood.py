@@ -8,7 +8,6 @@ Letters as in window/__init__.py, N = b·h·m blocks of a piece.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -174,32 +173,23 @@ def near(call: Call, backend: Backend, window: int) -> Partial:
     inputs, feature_map = Near(call.query, call.key, call.value, bias), call.bound.feature_map
     if isinstance(backend, Reference):
         # Autograd alone follows the reference, any number of times.
-        return _around(feature_map, window, is_causal=call.is_causal).all_weights(inputs)
+        return Neighbourhood(window, call.is_causal, feature_map.scale).all_weights(inputs)
     rows: Partial = run(CAUSAL if call.is_causal else NEAR, call.bound, inputs, window)
     return rows
 
 
-def _around(feature_map: FeatureMap, window: int, *, is_causal: bool) -> Neighbourhood:
-    """Which keys are near, on the map's scale."""
-    return Neighbourhood(window, is_causal, feature_map.scale)
-
-
-def _forward(feature_map: FeatureMap, inputs: Near, window: int, *, is_causal: bool) -> Partial:
-    """The rows."""
-    return _around(feature_map, window, is_causal=is_causal).rows(inputs)
-
-
-def _backward(feature_map: FeatureMap, saved: Saved, window: int, *, is_causal: bool) -> Gradients:
-    """Gradients of (query, key, value); the map's tensors have no part in it."""
-    around, inputs = _around(feature_map, window, is_causal=is_causal), saved.inputs
-    *grads, of_bias = around.gradients(inputs, saved.outputs.log_normalizer, saved.grads)
-    of_tokens = [grad.to(x.dtype) for grad, x in zip(grads, inputs[:3], strict=True)]
-    return Gradients(of_tokens, of_bias if saved.bias_grad else None, [torch.zeros_like(x) for x in saved.tensors])
-
-
 def _fold(name: str, *, is_causal: bool) -> Fold:
-    """The fold of this name in this file."""
-    forward, backward = partial(_forward, is_causal=is_causal), partial(_backward, is_causal=is_causal)
+    """The fold of this name in this file; the map's tensors have no part in it but its scale."""
+
+    def forward(feature_map: FeatureMap, inputs: Near, window: int) -> Partial:
+        return Neighbourhood(window, is_causal, feature_map.scale).rows(inputs)
+
+    def backward(feature_map: FeatureMap, saved: Saved, window: int) -> Gradients:
+        around, inputs = Neighbourhood(window, is_causal, feature_map.scale), saved.inputs
+        *grads, of_bias = around.gradients(inputs, saved.outputs.log_normalizer, saved.grads)
+        of_tokens = [grad.to(x.dtype) for grad, x in zip(grads, inputs[:3], strict=True)]
+        return Gradients(of_tokens, of_bias if saved.bias_grad else None, [torch.zeros_like(x) for x in saved.tensors])
+
     return Fold(f"{__name__}:{name}", forward, backward, Near, Partial, lambda inputs, _: empty_rows(inputs))
 
 

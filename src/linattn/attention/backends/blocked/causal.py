@@ -1,6 +1,8 @@
 """The causal fold: each block reads the sums before it and its own past, then is folded in.
 
-What a block does is of joint_causal.py for plain maps, and of grouped_causal.py for grouped ones.
+What a block of a grouped map does is of grouped.py. A plain map's rows share one reference c, the running maximum after
+the block. A much larger later key would underflow earlier rows, so heads whose maximum jumps within a block take the
+sums of jumps.py there.
 
 It is pulled back block by block from the last to the first, features recomputed, no state unwound: the forward pass
 keeps the sums before every segment of blocks; a segment's own sums, and its keys' features, are computed once more when
@@ -9,28 +11,251 @@ the sweep reaches it, so that memory does not grow with its number. Letters as i
 
 from __future__ import annotations
 
+from functools import partial
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from linattn.attention.backends.backend import Rows
-from linattn.attention.backends.blocked.blocks import Running, blocks, by_columns, num_blocks
-from linattn.attention.backends.blocked.grouped_causal import BlockState, GroupedGradients, GroupedRows, TokenGradients
-from linattn.attention.backends.blocked.joint_causal import JointGradients, JointRows
+from linattn.attention.backends.blocked.blocks import Running, Workspace, add_product_, blocks, by_columns, num_blocks
+from linattn.attention.backends.blocked.features import (
+    BiasGradient,
+    KeyBlocks,
+    Keys,
+    query_block,
+    query_gradient,
+    query_rows,
+    read_queries,
+    repeated_query_features,
+    store_masked,
+    store_queries,
+)
+from linattn.attention.backends.blocked.grouped import BlockState, GroupedGradients, GroupedRows, TokenGradients
+from linattn.attention.backends.blocked.jumps import Split, split, split_gradients, split_rows
 from linattn.attention.backends.blocked.records import (
     Causal,
     CausalOutputs,
     Gradients,
+    KeyGradients,
     Saved,
+    SavedRows,
     empty_rows,
     empty_sums,
+    saved_rows,
     store_rows,
     sums_of,
+    times_z,
 )
-from linattn.attention.sums import Sums
+from linattn.attention.sums import Sums, lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
+from linattn.feature_maps._map_gradients import MapGradients
+from linattn.softmax.precision import LOG2_E
 
 # The sums are kept every so many blocks for the backward pass, which then folds each block in once more, not twice.
 SEGMENT = 16
+# A denominator may shrink to exp(-40), far above float32's smallest normal number, exp(-87).
+_MAX_JUMP = 40.0
+
+
+class JointRows:
+    """A block's rows for plain maps, all relative to one exponent."""
+
+    def __init__(self, feature_map: FeatureMap, inputs: Causal, span: int) -> None:
+        self.map, self.query, self.span, self.space = feature_map, inputs.query, span, Workspace(inputs.S)
+        self.keys, self.groups = KeyBlocks(feature_map, inputs, self.space), inputs.query.shape[2]
+
+    def advance(self, block: slice, state: Running) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Num (B·H, G·n, Dv), den (B·H, G·n, 1) and its exponent (B, H, G·n), None for 0; the block is folded in."""
+        space = self.space
+        keys, values, apart = self.keys.features(block, state.m), self.keys.values(block), None
+        x, c = query_rows(self.query, block, space), keys.peak(state.m)
+        if self.sees_sums_alone(block):
+            rows = read_queries(self.map, x, self.keys.base(state.m), space, partial(self._sums, state))
+            state.rescale(c)
+            state.fold_in(keys.turned_relative_to(c), values, keys.total)
+            return rows
+        safe = self.safe_heads(keys, block, state.m, c)
+        # First, since rescaling and the features write over the sums, queries and keys that the split rows need.
+        if safe is not None:
+            apart = split_rows(self.cut(x, keys, values, state.m), values.shape[2], state.views())
+        state.rescale(c)
+        phi_k = keys.turned_relative_to(c)
+        sums = partial(self._sums, state, past=(phi_k.flatten(0, 1), values.flatten(0, 1)))
+        num, den, reference = read_queries(self.map, x, self.keys.base(c), space, sums)
+        state.fold_in(phi_k, values, keys.total)
+        if safe is None or apart is None:
+            return num, den, reference
+        keep = safe.flatten()[:, None, None]
+        num, den = (torch.where(keep, x, y.flatten(0, 1)) for x, y in zip((num, den), apart[:2], strict=True))
+        return num, den, torch.where(safe[..., None], 0 if reference is None else reference, apart[2])
+
+    def _sums(self, state: Running, phi_q: Tensor, past: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Num and den of features over the sums, and over a block's own past of features and values."""
+        if past is None:
+            return self.space.product("num", phi_q, state.S), times_z(phi_q, state.z)
+        # (φ(q)φ(k)ᵀ)v + φ(q)S: the block's own past first, n × n weights; then what came before it.
+        weights = self.hide_later_(self.space.product("weights", phi_q, past[0].mT))
+        num = self.space.product("num", weights, past[1]).baddbmm_(phi_q, state.S)
+        return num, torch.baddbmm(weights.sum(-1, keepdim=True).mT, state.z.unsqueeze(-2), phi_q.mT).mT
+
+    def cut(self, x: Tensor, keys: Keys, values: Tensor, m: Tensor) -> Split:
+        """A block, ready for rows each on a scale of its own; the queries' buffer is written over."""
+        t = query_block(self.map, x, self.space, -self.keys.base(m).start)
+        return split(t, keys, values, self.groups, self.span)
+
+    def sees_sums_alone(self, block: slice) -> bool:
+        """Whether a block lies in one span, so that its rows see none of its own keys."""
+        length: int = block.stop - block.start
+        return length <= self.span
+
+    def safe_heads(self, keys: Keys, block: slice, m: Tensor, c: Tensor) -> Tensor | None:
+        """(B, H): where c exceeds, in no feature, by the allowed jump what the first row with a key sees; None for
+        everywhere.
+
+        Each head decides for itself, so that its rounding does not depend on its neighbours.
+        """
+        if keys.log is None or c is m or self.sees_sums_alone(block):
+            return None
+        limit = _MAX_JUMP
+        if keys.base is not None:
+            c, m, limit = keys.base.units(c), keys.base.units(m), _MAX_JUMP * LOG2_E
+        first, masked = keys.log[..., 0, :], self.keys.masked(block)
+        if self.span:
+            first = m  # the first span sees no key of its own block
+        elif masked is not None:
+            index = (~masked).to(torch.uint8).argmax(-1)[..., None, None]
+            first = torch.take_along_dim(keys.log, index, dim=-2).squeeze(-2)
+            # Rows before it see the state alone, where that holds any key.
+            first = torch.where(masked[..., :1] & (m > lowest(m.dtype)), m, first)
+        safe = (c - torch.maximum(m, first)).amax(-1) < limit
+        return None if bool(safe.all()) else safe
+
+    def hide_later_(self, scores: Tensor) -> Tensor:
+        """Scores (B·H, G·n, n) with those of unseen keys set to 0, in place."""
+        rows = scores if self.groups == 1 else scores.unflatten(1, (self.groups, -1))
+        rows.tril_()
+        if span := self.span:
+            whole = scores.shape[-1] // span * span
+            rows[..., whole:, whole:].zero_()
+            rows[..., :whole, :whole].unflatten(-1, (-1, span)).unflatten(-3, (-1, span)).diagonal(0, -4, -2).zero_()
+        return scores
+
+
+class Pulled(NamedTuple):
+    """Gradients of what the map returned for a block's queries and keys, of its values and of the sums before it."""
+
+    t: Tensor
+    keys: KeyGradients
+    value: Tensor  # (B, H, n, Dv)
+    S: Tensor
+    z: Tensor
+
+    def where(self, safe: Tensor, apart: Pulled) -> Pulled:
+        """Select these in heads (B, H) that are safe, the others elsewhere."""
+
+        def choose(x: Tensor, y: Tensor) -> Tensor:
+            return torch.where(safe[..., None, None] if x.ndim == 4 else safe[..., None], x, y)
+
+        keys = self.keys.join(apart.keys, choose)
+        value, S, z = choose(self.value, apart.value), choose(self.S, apart.S), choose(self.z, apart.z)
+        return Pulled(choose(self.t, apart.t), keys, value, S, z)
+
+
+class JointGradients(JointRows):
+    """The gradients of blocks whose rows share one exponent."""
+
+    keeps_features = True
+
+    def __init__(self, feature_map: FeatureMap, saved: Saved, span: int, at_once: int) -> None:
+        super().__init__(feature_map, saved.inputs, span)
+        self.back, self._saved = MapGradients(feature_map, saved.tensors, at_once=at_once), saved
+        self.of_bias = BiasGradient(saved.inputs.bias, saved.inputs.key.shape[1], wanted=saved.bias_grad)
+
+    def pull(self, visit: BlockState, grad_S: Tensor, grad_z: Tensor, tokens: TokenGradients) -> tuple[Tensor, Tensor]:
+        """Gradients of S and z before a block, from those after, which may be written over; its tokens' are stored."""
+        x_q, value = query_rows(self.query, visit.block, self.space), self.keys.values(visit.block)
+        rows = saved_rows(self._saved, visit.block, x_q, self.space)
+        if self.sees_sums_alone(visit.block):
+            pulled = self._pull_apart(visit, rows, value, grad_S, grad_z, None)
+        elif visit.safe is None:
+            pulled = self._pull_joint(visit, rows, value, grad_S, grad_z)
+        else:
+            # The segment's pass wrote the features over the exponents, which are wanted here.
+            m = visit.before.m
+            cut = self.cut(x_q, self.keys.features(visit.block, m, visit.x, "split "), value, m)
+            # Each part writes over grad S and grad z.
+            apart = self._pull_apart(visit, rows, value, grad_S.clone(), grad_z.clone(), cut)
+            pulled = self._pull_joint(visit, rows, value, grad_S, grad_z).where(visit.safe, apart)
+        block, masked = visit.block, self.keys.masked(visit.block)
+        self.of_bias.store(block, masked, pulled.keys.log)
+        self.back.query(x_q, pulled.t, partial(store_queries, tokens.query[..., block, :]))
+        self.back.key(visit.x, pulled.keys, partial(store_masked, tokens.key[:, :, block], masked))
+        store_masked(tokens.value[:, :, block], masked, pulled.value)
+        return pulled.S, pulled.z
+
+    def _pull_joint(self, visit: BlockState, rows: SavedRows, value: Tensor, grad_S: Tensor, grad_z: Tensor) -> Pulled:
+        """A safe block reads the sums and its own keys relative to the same exponent."""
+        c, space, exponential = visit.c, self.space, self.map.exponential
+        before, decay = visit.before, None if c is visit.before.m else (visit.before.m - c).exp_()
+        if decay is not None:
+            S = torch.mul(before.S, decay.unsqueeze(-1), out=space.buffer("S", *before.S.shape))
+            before = Sums(S, before.z * decay, c)
+        S, z = before.S.flatten(0, 1), before.z.flatten(0, 1)
+        shaped_q = repeated_query_features(self.map, rows.x, self.keys.base(c), rows.reference, space)
+        phi_q, phi_k, v = shaped_q.flatten(0, 1), visit.phi_k.flatten(0, 1), value.flatten(0, 1)
+        weights = self.hide_later_(space.product("weights", phi_q, phi_k.mT))
+        grad_num, grad_den = rows.gradients(
+            lambda: (weights @ v + phi_q @ S, weights.sum(-1, keepdim=True) + times_z(phi_q, z)), space
+        )
+        # Of scores φ(q)φ(k)ᵀ: [grad num, grad den] [v, 1]ᵀ where a row sees the key, (B·H, G·n, n).
+        grad_scores = self.hide_later_(space.product("grad_scores", grad_num, v.mT).add_(grad_den))
+        # Rows read [S, z] and the block's own keys.
+        grad_phi_q = space.product("grad_q", grad_num, S.mT).addcmul_(grad_den, z.unsqueeze(-2))
+        grad_phi_q.baddbmm_(grad_scores, phi_k)
+        # Keys are read by the sums after the block, whose gradient is given, and by its own rows.
+        flat_grad_S = grad_S.flatten(0, 1)
+        grad_phi_k = space.product("grad_k", v, flat_grad_S.mT).add_(grad_z.flatten(0, 1).unsqueeze(-2))
+        grad_phi_k.baddbmm_(grad_scores.mT, phi_q)
+        grad_v = space.product("grad_v", phi_k, flat_grad_S).baddbmm_(weights.mT, grad_num)
+        # Last, since the products above need the gradient of the sums after the block.
+        add_product_(flat_grad_S, phi_q, grad_num)
+        grad_z.add_(torch.bmm(grad_den.mT, phi_q).view(grad_z.shape))
+        return Pulled(
+            query_gradient(grad_phi_q.view(shaped_q.shape), shaped_q, c, rows.reference, exponential),
+            visit.keys.gradients(c, visit.phi_k, grad_phi_k.view(visit.phi_k.shape)),
+            grad_v.view(value.shape),
+            grad_S if decay is None else grad_S.mul_(decay.unsqueeze(-1)),
+            grad_z if decay is None else grad_z.mul_(decay),
+        )
+
+    def _pull_apart(
+        self, visit: BlockState, rows: SavedRows, value: Tensor, grad_S: Tensor, grad_z: Tensor, cut: Split | None
+    ) -> Pulled:
+        """Rows that read the sums at their own exponent, and where it jumps their block's own past, in rectangles."""
+        (S, z, m), c, space, exponential = visit.before, visit.c, self.space, self.map.exponential
+        flat_S, flat_z, length = S.flatten(0, 1), z.flatten(0, 1), value.shape[2]
+        shaped_q = repeated_query_features(self.map, rows.x, self.keys.base(m), rows.reference, space)
+        phi_q, phi_k, v = shaped_q.flatten(0, 1), visit.phi_k.flatten(0, 1), value.flatten(0, 1)
+        grad_num, grad_den = rows.gradients(
+            lambda: split_rows(cut, length, visit.before)[:2] if cut else (phi_q @ flat_S, times_z(phi_q, flat_z)),
+            space,
+        )
+        grad_phi_q = space.product("grad_q", grad_num, flat_S.mT).addcmul_(grad_den, flat_z.unsqueeze(-2))
+        flat_grad_S = grad_S.flatten(0, 1)
+        grad_phi_k = space.product("grad_k", v, flat_grad_S.mT).add_(grad_z.flatten(0, 1).unsqueeze(-2))
+        grad_v = space.product("grad_v", phi_k, flat_grad_S).view(value.shape)
+        decay = (m - c).exp_()
+        grad_S.mul_(decay.unsqueeze(-1))
+        add_product_(flat_grad_S, phi_q, grad_num)
+        grad_z.mul_(decay).add_(torch.bmm(grad_den.mT, phi_q).view(grad_z.shape))
+        grad_t = query_gradient(grad_phi_q.view(shaped_q.shape), shaped_q, m, rows.reference, exponential)
+        of_keys = visit.keys.gradients(c, visit.phi_k, grad_phi_k.view(visit.phi_k.shape))
+        if cut is None:
+            return Pulled(grad_t, of_keys, grad_v, grad_S, grad_z)
+        num, den = (x.view(*value.shape[:2], *x.shape[1:]) for x in (grad_num, grad_den))
+        inner_t, inner_keys, inner_v = split_gradients(cut, length, num, den, rows.reference)
+        return Pulled(grad_t + inner_t, of_keys.join(inner_keys, torch.add), grad_v + inner_v, grad_S, grad_z)
 
 
 def forward(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalOutputs:
@@ -41,14 +266,14 @@ def forward(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalOut
 
 
 def sweep(feature_map: FeatureMap, inputs: Causal, span: int, checkpoints: Sums | None = None) -> tuple[Rows, Sums]:
-    """Rows, and the sums after them; `kept` is where those before every segment but the first are written."""
+    """Rows, and the sums after them; `checkpoints` is where those before every segment but the first are written."""
     fold: JointRows | GroupedRows
     if isinstance(feature_map, GroupedFeatureMap):
         fold = GroupedRows(feature_map, inputs, span)
     else:
         fold = JointRows(feature_map, inputs, span)
     state, rows = Running(sums_of(inputs)), empty_rows(inputs.query, inputs.S)
-    for index, block in enumerate(_cut(inputs, span)):
+    for index, block in enumerate(blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span)):
         if checkpoints is not None and index and index % SEGMENT == 0:
             for target, now in zip(checkpoints, state.views(), strict=True):
                 target[:, index // SEGMENT - 1] = now
@@ -67,26 +292,15 @@ def backward(feature_map: FeatureMap, saved: Saved, span: int = 0) -> Gradients:
         fold = JointGradients(feature_map, saved, span, at_once=SEGMENT)
     tokens = TokenGradients(*(x.new_empty(x.shape) for x in (inputs.query, inputs.key, inputs.value)))
     S, z = by_columns(saved.grads.S), saved.grads.z.clone(memory_format=torch.contiguous_format)
-    for index, segment in reversed(list(enumerate(segments(inputs, span)))):
-        before = outputs.kept(index) if index else sums_of(inputs)
-        _pull(fold, segment, before, S, z, tokens)
+    cut = blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span)
+    for first in reversed(range(0, len(cut), SEGMENT)):
+        before = outputs.kept(first // SEGMENT) if first else sums_of(inputs)
+        for visit in reversed(_segment_states(fold, cut[first : first + SEGMENT], before)):
+            # Those of the sums before a block are written over those after it.
+            for target, x in zip((S, z), fold.pull(visit, S, z, tokens), strict=True):
+                if x is not target:
+                    target.copy_(x)
     return Gradients((*tokens, S.contiguous(), z), fold.of_bias.total, fold.back.finish())
-
-
-def _pull(
-    fold: JointGradients | GroupedGradients,
-    segment: list[slice],
-    before: Sums,
-    S: Tensor,
-    z: Tensor,
-    tokens: TokenGradients,
-) -> None:
-    """Write the gradients of the sums before a segment over those after it; its tokens' are stored."""
-    for visit in reversed(_segment_states(fold, segment, before)):
-        sums = fold.pull(visit, S, z, tokens)
-        for target, x in zip((S, z), sums, strict=True):
-            if x is not target:
-                target.copy_(x)
 
 
 def _segment_states(fold: JointGradients | GroupedGradients, segment: list[slice], before: Sums) -> list[BlockState]:
@@ -105,17 +319,6 @@ def _segment_states(fold: JointGradients | GroupedGradients, segment: list[slice
             state.rescale(c)
             state.fold_in(phi_k, v, keys.total)
     return visits
-
-
-def segments(inputs: Causal, span: int) -> list[list[slice]]:
-    """The blocks of the forward and the backward pass, in segments."""
-    cut = _cut(inputs, span)
-    return [cut[first : first + SEGMENT] for first in range(0, len(cut), SEGMENT)]
-
-
-def _cut(inputs: Causal, span: int) -> list[slice]:
-    """All blocks."""
-    return blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span)
 
 
 def empty_outputs(inputs: Causal, span: int) -> CausalOutputs:

@@ -54,7 +54,6 @@ class Keys(NamedTuple):
             return (self.log - c.unsqueeze(-2)).exp2_()
         weight = exponential_(self.log - c.unsqueeze(-2))
         if self.product is not None:
-            assert self.linear is not None
             groups = self.product.unflatten(-1, (weight.shape[-1], -1))
             torch.mul(weight.unsqueeze(-1), self.linear.unsqueeze(-2), out=groups)
             return self.product

@@ -1,7 +1,7 @@
 """The folds of this backend: one pass over keys, S += φ(k)vᵀ and z += Σ φ(k), one over queries, out = φ(q)ᵀS / φ(q)ᵀz,
 block by block and back, and the causal one.
 
-A part of the queries is a block of tokens, or where a grouped map reads a chunk of tiles (grouped_reading.py). Letters
+A part of the queries is a block of tokens, or where a grouped map reads a chunk of tiles (grouped.py). Letters
 as in blocked/__init__.py.
 """
 
@@ -27,7 +27,7 @@ from linattn.attention.backends.blocked.features import (
     store_queries,
 )
 from linattn.attention.backends.blocked.fold import Fold
-from linattn.attention.backends.blocked.grouped_reading import TileGradients, TileReader
+from linattn.attention.backends.blocked.grouped import TileGradients, TileReader
 from linattn.attention.backends.blocked.records import (
     Absorb,
     Causal,
@@ -41,7 +41,6 @@ from linattn.attention.backends.blocked.records import (
     store_rows,
     sums_of,
     times_z,
-    zeros_of,
 )
 from linattn.attention.sums import Sums, per_feature
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
@@ -103,7 +102,8 @@ def read_backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
     (query, S, z, m), exponential = inputs, feature_map.exponential
     space, back = Workspace(S), MapGradients(feature_map, saved.tensors)
     flat_S, flat_z = S.flatten(0, 1), z.flatten(0, 1)
-    of_query, of_S, of_z, base = query.new_empty(query.shape), by_columns(zeros_of(S)), zeros_of(z), Base.of(m)
+    of_query, of_S, of_z = query.new_empty(query.shape), by_columns(S.new_zeros(S.shape)), z.new_zeros(z.shape)
+    base = Base.of(m)
     for block in blocks(query, feature_map.num_features):
         x = query_rows(query, block, space)
         rows = saved_rows(saved, block, x, space)

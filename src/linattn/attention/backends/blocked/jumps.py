@@ -129,16 +129,10 @@ def split_rows(block: Split, length: int, before: Sums) -> tuple[Tensor, Tensor,
     return rows[..., :-1], rows[..., -1:], reference if block.base is None else reference * (1 / LOG2_E)
 
 
-class SplitGradients(NamedTuple):
-    """Gradients through a block's own past alone."""
-
-    t: Tensor  # (B, H, G·n, R)
-    keys: KeyGradients
-    value: Tensor  # (B, H, n, Dv)
-
-
-def split_gradients(block: Split, length: int, grad_num: Tensor, grad_den: Tensor, reference: Tensor) -> SplitGradients:
-    """From the gradients (B, H, G·n, Dv) and (…, 1) of num and den."""
+def split_gradients(
+    block: Split, length: int, grad_num: Tensor, grad_den: Tensor, reference: Tensor
+) -> tuple[Tensor, KeyGradients, Tensor]:
+    """From gradients (B, H, G·n, Dv) and (…, 1) of num and den to those of t, keys and values, by a block alone."""
     groups = block.t.shape[2]
     grad_rows = _padded(torch.cat((grad_num, grad_den), -1).unflatten(2, (groups, -1)), 3)
     # Padded rows read nothing: an infinite reference makes their features 0.
@@ -164,4 +158,4 @@ def split_gradients(block: Split, length: int, grad_num: Tensor, grad_den: Tenso
         level.keys(grad_extended).add_((phi_q @ phi_k.mT).mT @ rows)
     log = grad_log[:, :, :length]
     of_keys = KeyGradients(log) if grad_linear is None else KeyGradients(grad_linear[:, :, :length], log.squeeze(-1))
-    return SplitGradients(grad_t[:, :, :, :length].flatten(2, 3), of_keys, grad_extended[:, :, :length, :-1])
+    return grad_t[:, :, :, :length].flatten(2, 3), of_keys, grad_extended[:, :, :length, :-1]

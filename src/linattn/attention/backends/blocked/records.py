@@ -156,11 +156,6 @@ def empty_rows(query: Tensor, S: Tensor) -> Rows:
     return Rows(query.new_empty(*query.shape[:-1], S.shape[-1]), den, torch.empty_like(den))
 
 
-def zeros_of(x: Tensor) -> Tensor:
-    """Zeros of its shape, row by row in memory."""
-    return torch.zeros_like(x, memory_format=torch.contiguous_format)
-
-
 def store_rows(rows: Rows, block: slice, num: Tensor, total: Tensor, reference: Tensor | None) -> None:
     """Write a block's num/total, total and exponents, None for 0; a row that saw no key (total = 0) gives 0."""
     out, den, exponent = rows.out[..., block, :], rows.den[..., block], rows.reference[..., block]
