@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from bounded_texts import ENOUGH, FEW, GREEDY, IDS, logits
 from linattn import MergedKV
@@ -72,6 +72,23 @@ def test_other_calls_are_as_before(language_model, family, implementation):
         assert torch.equal(each.generate(IDS, **GREEDY), text)
         assert torch.equal(logits(each, BoundedCache(each, config=FEW)), bounded)
     assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_with_a_static_cache_are_as_before(language_model, family):
+    """Its masks are made before its layers have the tokens, and it counts these in place meanwhile."""
+    model, mask = language_model(family), torch.arange(24) > torch.tensor([[-1], [6]])
+    options = {"attention_mask": mask, "cache_implementation": "static", **GREEDY}
+
+    def read():
+        """Logits of a prompt and of the token after it."""
+        cache = StaticCache(config=model.config, max_cache_len=IDS.shape[1] + 1)
+        return [model(tokens, past_key_values=cache).logits for tokens in (IDS, IDS[:, :1])]
+
+    wanted, text = read(), model.generate(IDS, **options)
+    BoundedCache(model, config=FEW)
+    assert all(torch.equal(x, y) for x, y in zip(read(), wanted, strict=True))
+    assert torch.equal(model.generate(IDS, **options), text)
 
 
 def test_weights_of_other_calls_are_as_before(language_model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -30,6 +31,13 @@ def model(build):
         ({"budget": 3}, "give a budget of"),
         ({"budget": "512"}, "got '512'"),
         ({"bits": 9}, "bits must be from 2 to 8 in halves, .* got 9"),
+        ({"bits": 2.25}, "bits must be from 2 to 8 in halves, .* got 2.25"),
+        ({"bits": math.nan}, "bits must be from 2 to 8 in halves, .* got nan"),
+        ({"bits": "4"}, "bits must be from 2 to 8 in halves, .* got '4'"),
+        ({"bits": [3, 4]}, r"bits must be from 2 to 8 in halves, .* got \[3, 4\]"),
+        ({"bits": (4,)}, "bits must be from 2 to 8 in halves"),
+        ({"bits": (None, 4)}, "bits must be from 2 to 8 in halves"),
+        ({"bits": -4}, "bits must be from 2 to 8 in halves"),
         ({"config": MergedKV(None, 4)}, "config must have a window"),
         ({"recall": "all"}, "recall must be one of 'near', 'middle', 'far', got 'all'"),
         ({"config": FEW, "budget": 64}, "leave those out"),
@@ -80,6 +88,14 @@ def test_weights_that_are_asked_for(model):
     model.config.output_attentions = True
     with pytest.raises(ValueError, match="asked for the attention weights"):
         BoundedCache(model)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_weights_that_a_call_asks_for(build, family):
+    """Of families that tell their attention function, and of those that record what it returns."""
+    model = build(family, head=LANGUAGE_HEADS[family])
+    with pytest.raises(ValueError, match="asks for the weights themselves"):
+        model(IDS, output_attentions=True, past_key_values=BoundedCache(model, config=FEW))
 
 
 def test_a_model_that_was_linearized_since(model):

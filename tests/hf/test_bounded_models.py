@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
@@ -105,3 +106,27 @@ def test_ways_of_a_token(language_model):
     assert len(entries) <= 4 + 2 * len(cache.layers)
     assert len(depths) == 2
     assert max(depths) <= 8
+
+
+def test_a_model_whose_layers_change(language_model):
+    """Its caches are those of a model that was built so."""
+    model = language_model("llama", num_hidden_layers=3)
+    BoundedCache(model, config=FEW)
+    model.config.num_hidden_layers = 2
+    shorter = logits(model, BoundedCache(model, config=FEW))
+    del model.model.layers[2]
+    assert torch.equal(logits(model, BoundedCache(model, config=FEW)), shorter)
+    model.config.num_hidden_layers = 3
+    del model.model.layers[0]
+    cache = BoundedCache(model, config=FEW)
+    logits(model, cache, cuts=(20, 4))
+    assert [layer.get_seq_length() for layer in cache.layers] == [0, 24, 0]
+
+
+def test_first_caches_of_several_threads(language_model):
+    """Made at a time: none is refused, and none is another one."""
+    for _ in range(8):
+        model = language_model("llama")
+        with ThreadPoolExecutor(4) as pool:
+            reports = list(pool.map(lambda _: BoundedCache(model, config=FEW).report, range(4)))  # noqa: B023
+        assert all(report == BoundedCache(model, config=FEW).report for report in reports)

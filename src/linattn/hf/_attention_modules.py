@@ -160,6 +160,9 @@ class Implementation(str):
 
 def put_before(model: PreTrainedModel, name: str) -> None:
     """Make a model attend by a registered function that hands calls on to the implementation that the model has."""
+    # Another thread may be calling it.
+    if all(config._attn_implementation == name for config in _configs(model)):
+        return
     for config, former in switch_to(model, name):
         if former == name:
             config._attn_implementation_internal = former

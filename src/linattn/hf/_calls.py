@@ -18,6 +18,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 from transformers.utils.import_utils import is_tracing
+from transformers.utils.output_capturing import _active_collector
 
 from linattn.hf._attention_modules import attention_function
 
@@ -93,6 +94,10 @@ class AskedMask:
     def shape(self) -> tuple[int, int, int, int]:
         """(B, 1, Lq, Lk)."""
         return self.sizes[0], 1, *self.sizes[1:3]
+
+    def contiguous(self) -> AskedMask:
+        """Itself: `generate` asks it of the masks that it makes ahead of a static cache's steps."""
+        return self
 
     @property
     def function(self) -> Any:
@@ -206,6 +211,13 @@ class InterfaceCall:
         # Qwen 2 MoE writes 0 for none.
         return window is not None and window != 0 and (not isinstance(window, int) or window < num_keys)
 
+    @property
+    def _returns_weights(self) -> bool:
+        """True if the model is to return weights: it says so in the call, or records them, which no graph looks up."""
+        collector: Any = _active_collector
+        recorded = None if torch.compiler.is_compiling() else collector.get()
+        return bool(self.options.get("output_attentions")) or "attentions" in (recorded or ())
+
     def refuse_options(self, name: str, num_keys: int, *, takes_sinks: bool = False) -> None:
         """Refuse what the call asks for beyond q, k, v, a padding mask and causality, and perhaps sinks."""
         requests, dropout = inexpressible(self.options, takes_sinks=takes_sinks), self.options.get("dropout")
@@ -215,6 +227,8 @@ class InterfaceCall:
             requests.append(
                 f"dropout of {dropout} on the weights (call model.eval(), or load the model with attention dropout 0)"
             )
+        if self._returns_weights:
+            requests.append("the weights themselves (output_attentions=True)")
         if requests:
             raise ValueError(_refusal(name, ", ".join(dict.fromkeys(requests))))
 
@@ -336,7 +350,7 @@ def _reduce_mask(allowed: Any, key_mask: Tensor | None) -> Mask:
 
 
 def ask_mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0, **options: Any
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **options: Any
 ) -> AskedMask:
     """The registered mask function: keep what is asked for; layers differ in what they read of it."""
     # Models within models are given the mask that the outer one asked for.
@@ -348,4 +362,7 @@ def ask_mask(
         # Compilers know plain numbers alone.
         cache, kv_offset = kv_offset.cache, kv_offset.number
         cache.begin(options.get("attention_mask"))
+    # A static cache counts its tokens in place, before a mask is built.
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.clone()
     return AskedMask((batch_size, q_length, kv_length, q_offset, kv_offset), options, cache)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
@@ -195,15 +195,20 @@ class CachedLayer:
     reason: str | None  # why its keys and values stay exact; None where they can be bounded
 
 
-# Of each model, by the dtype that it was probed in: a request's cache is made without a pass.
-_PROBED: WeakKeyDictionary[PreTrainedModel, tuple[torch.dtype, tuple[CachedLayer, ...]]] = WeakKeyDictionary()
+# Of each model, by its dtype and layers as it was probed: a request's cache is made without a pass.
+_PROBED: WeakKeyDictionary[PreTrainedModel, tuple[object, tuple[CachedLayer, ...]]] = WeakKeyDictionary()
+# Two first requests may come at a time, and a model is probed by one of them.
+_PROBING = Lock()
 
 
 def cached_layers(model: PreTrainedModel) -> tuple[CachedLayer, ...]:
     """The layers of a model's cache, in order, learned from passes of a few tokens the first time."""
-    probed = _PROBED.get(model)
-    if probed is None or probed[0] != model.dtype:
-        probed = _PROBED[model] = model.dtype, tuple(_probed(model))
+    parts = [(part.name, part.cache_place, part.window) for part in attention_modules(model)]
+    shape = model.dtype, getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None), parts
+    with _PROBING:
+        probed = _PROBED.get(model)
+        if probed is None or probed[0] != shape:
+            probed = _PROBED[model] = shape, tuple(_probed(model))
     return probed[1]
 
 

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Literal, get_args
 
 from linattn.kv_cache.codes import Layout, coded_bytes
-from linattn.kv_cache.config import Bits, MergedKV
+from linattn.kv_cache.config import Bits, MergedKV, checked_bits
 from linattn.kv_cache.levels import MOST_BITS
 from linattn.kv_cache.query_sample import sample_size
 
@@ -88,6 +88,7 @@ def within_budget(
         'sinks 4 + window 196 + merged 251'
     """
     check_budget(budget)
+    bits = checked_bits(bits)
     if recall not in RECALLS:
         raise ValueError(f"recall must be one of {', '.join(map(repr, RECALLS))}, got {recall!r}")
     num_bytes, tiered = budget * sizes.key_bytes, min(max(_TIERED_SHARE, _TOKENS / budget), 2 * _TIERED_SHARE)

@@ -153,7 +153,7 @@ class MergedKV:
                 raise ValueError(f"{name} must be a positive integer below 2³¹, got {size!r}")
         if isinstance(self.num_sinks, bool) or not isinstance(self.num_sinks, int) or not 0 <= self.num_sinks < _MOST:
             raise ValueError(f"num_sinks must be an integer from 0 to 2³¹, got {self.num_sinks!r}")
-        object.__setattr__(self, "bits", _checked_bits(self.bits))
+        object.__setattr__(self, "bits", checked_bits(self.bits))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take sizes that are read from a file, checked as the constructor's are."""
@@ -322,7 +322,7 @@ def _default_sinks(window: int | None) -> int:
     return _SINKS_BY_DEFAULT if window is None else 0
 
 
-def _checked_bits(bits: object) -> Bits | None:
+def checked_bits(bits: object) -> Bits | None:
     """Bits in their simplest form; ValueError for others."""
     both = bits if isinstance(bits, tuple) else (bits, bits)
     if bits is None:
@@ -345,7 +345,7 @@ def _checked_tiers(tiers: object) -> tuple[tuple[int, Bits], ...]:
                 f"coded must be tiers of a positive number of tokens and their bits, the newest first, as "
                 f"((800, 4), (3400, 2)), got {tiers!r}"
             )
-        checked.append((number, _checked_bits(bits)))
+        checked.append((number, checked_bits(bits)))
     return tuple((number, bits) for number, bits in checked if bits is not None)
 
 
