@@ -145,6 +145,14 @@ class _Forward(torch.autograd.Function):
         return None, *of_inputs, *of_tensors
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Refuse forward-mode derivatives."""
+        raise NotImplementedError(
+            f"backend={ctx.task.fold.backend!r} has no forward-mode derivatives (jvp, jacfwd, hessian); use "
+            "backend='reference' for those"
+        )
+
+    @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
         """Fold the mapped dimension into the batch."""
         return _mapped(_Forward, info.batch_size, in_dims, arguments, num_static=1)
