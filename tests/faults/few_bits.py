@@ -10,7 +10,11 @@ STREAMS, LAWS, TIERS = (f"tests/kv_cache/test_{name}.py" for name in ("codes", "
 
 FAULTS = (
     Fault("stop before levels are fixed", LEVELS, "_STEPS = 12", "_STEPS = 1", LAWS),
-    Fault("round to levels of one bit more", CODES, "edges(bits, x)", "edges(bits - 1, x)", LAWS),
+    Fault("round to the level of the listed multiple", LEVELS, "+ is_higher.int() - is_lower.int()", "", LAWS),
+    Fault(
+        "scale every row by its root mean square", CODES, "factors[best.argmax(0)]", "factors[0 * best.argmax(0)]", LAWS
+    ),
+    Fault("weigh errors of all blocks alike", CODES, "4.0 ** bits.to(x.dtype)", "1.0 ** bits.to(x.dtype)", LAWS),
     Fault("let scales overflow float16", CODES, "x = x.clamp(-_LARGEST, _LARGEST)", "pass", LAWS),
     Fault(
         "begin numbers a bit late",

@@ -17,12 +17,18 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from linattn.kv_cache.levels import edges, table
+from linattn.kv_cache.levels import level_numbers, near_levels, table
 
 # Of numbers relative to a frame: scales of rows as large are float16's.
 _LARGEST = 2.0**15
 # Numbers that are 0 but for rounding, in the middle of all levels, are rounded alike.
 _TIE = 2.0**-14
+# Numbers that a cache has room for.
+_ROOM = 2**16
+# A share of a row's squares that rounding may add.
+_ALIKE = 2.0**-22
+# Of a row's root mean square, that its scale is sought among.
+_FACTORS = (1.0, 0.6, 0.7, 0.8, 0.9, 1.15, 1.35, 1.6)
 
 WIDEST = 32
 """Numbers of a block at most."""
@@ -72,9 +78,11 @@ def coded_bytes(width: int, bits: float) -> int:
 class Codes(NamedTuple):
     """Rows (B, H, n, P) as a scale and a level for each number, of the bits of its block.
 
-    z ≈ s·l,   l the level nearest to z/s₀,   s₀² = Σ 4^b z² / Σ 4^b,   s = Σ 4^b z·l / Σ 4^b l²
+    z ≈ s·l,   l the level nearest to z/(f·s₀),   s₀² = Σ 4^b z² / Σ 4^b,   s = Σ 4^b z·l / Σ 4^b l²
 
-    The bits b of a block say how much an error there counts.
+    The bits b of a block say how much an error there counts: f is the one of eight factors with the least
+    Σ 4^b (z - s·l)². A smaller one makes all levels useful where the largest number is nearer than the last level, as
+    it mostly is of a row's few numbers; a larger one reaches what is farther.
     """
 
     code: Tensor  # (B, H, n, bytes) uint8
@@ -88,13 +96,21 @@ class Codes(NamedTuple):
         worth = torch.where(bits > 0, 4.0 ** bits.to(x.dtype), 0).unsqueeze(-1)
 
         def weighed(product: Tensor) -> Tensor:
-            """Sums (B, H, n) over rows, by how much an error counts."""
-            return (product.sum(-1) * worth).sum(2)
+            """Sums (…, B, H, n) over rows, by how much an error counts."""
+            return (product.sum(-1) * worth).sum(-2)
 
         size = (weighed(blocks.square()) / (worth.sum(2) * blocks.shape[-1]).clamp(min=1)).sqrt()
         relative = blocks / torch.where(size == 0, 1, size)[:, :, None, :, None]
-        level = torch.searchsorted(edges(bits, x), relative.flatten(3) + _TIE).view(blocks.shape)
-        nearest = _levels(level, bits[..., None, None], x)
+        wide, factors, explained = bits[..., None, None], relative.new_tensor(_FACTORS), []
+        for some in factors.split(max(1, _ROOM // max(1, relative.numel()))):
+            near = near_levels(relative / some.view(-1, 1, 1, 1, 1, 1), wide)
+            explained.append(weighed(relative * near).square() / weighed(near.square()).clamp(min=_TIE))
+        best = torch.cat(explained)
+        # Where all explain the same, but for rounding, the first.
+        best[0] *= 1 + _ALIKE
+        factor = factors[best.argmax(0)][:, :, None, :, None]
+        level = level_numbers(relative / factor + _TIE, wide)
+        nearest = _levels(level, wide, x)
         power = weighed(nearest.square())
         scale = weighed(blocks * nearest) / torch.where(power == 0, 1, power)
         return cls(_packed(level.transpose(2, 3).flatten(3), bits, num_bytes), scale.half())

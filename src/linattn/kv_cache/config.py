@@ -93,11 +93,11 @@ class MergedKV:
 
     Quantized to few bits a stream keeps more merged keys in the same memory. Numbers are rounded, relative to the mean
     and the deviation of their coordinate and in a basis in which none is far from the others, to the 2^b levels of
-    least mean square error for normal numbers, times one scale a row. Values have equal bits; keys have more where the
-    sampled queries weigh a coordinate more, b_c of least Σ E[q_c²]·σ_c²·distortion(b_c) in the same sum. Means,
-    deviations and bits are of the keys there are when codes begin, and of three times as many once more. The sinks,
-    the window and the block stay exact, and so do the first keys between them until they would take more memory than
-    codes. For gradients rounding adds a constant.
+    least mean square error for normal numbers, times one scale a row, the best of eight. Values have equal bits; keys
+    have more where the sampled queries weigh a coordinate more, b_c of least Σ E[q_c²]·σ_c²·distortion(b_c) in the same
+    sum. Means, deviations and bits are of the keys there are when codes begin, and of three times as many once more.
+    The sinks, the window and the block stay exact, and so do the first keys between them until they would take more
+    memory than codes. For gradients rounding adds a constant.
 
     Without causality, in encoders, the sample is evenly spaced among all queries, and O(L·(64 + C)·(D + Dv)) time is
     taken. Up to 2,048 keys it has as many queries as keep 2¹⁷ logits, beyond 64. All is counted in a row's live tokens,

@@ -66,7 +66,16 @@ DISTORTION = (1.0, *map(_distortion, _UPPER))
 """Mean square error of rounding a standard normal number to each number of bits, from 0 to 8."""
 
 _TABLE = torch.cat(_LEVELS)
-_EDGE_TABLE = torch.stack([pad(_middles(x), (0, 2**MOST_BITS - len(x)), value=math.inf) for x in _LEVELS])
+# Middles below and above each level of 0, 1, … 8 bits, filled up.
+_ROW = 2**MOST_BITS + 1
+_EDGES = torch.stack(
+    [pad(pad(_middles(x), (1, 0), value=-math.inf), (0, _ROW - len(x)), value=math.inf) for x in _LEVELS]
+)
+# The level next to each multiple of 1/256 from -5 to 5, of each number of bits: no two levels are nearer to each other.
+_STEPS_OF_ONE, _REACH = 256, 1280
+_LISTED = torch.arange(-_REACH, _REACH + 1, device="cpu") / _STEPS_OF_ONE
+_NUMBERS = torch.stack([torch.searchsorted(_middles(x), _LISTED.double()) for x in _LEVELS]).int()
+_NEAREST = torch.cat([x[number] for x, number in zip(_LEVELS, _NUMBERS, strict=True)]).float()
 
 
 def table(like: Tensor) -> Tensor:
@@ -79,6 +88,34 @@ def table(like: Tensor) -> Tensor:
     return _TABLE.to(like)
 
 
-def edges(bits: Tensor, like: Tensor) -> Tensor:
-    """Middles (…, 255) between neighbouring levels of so many bits (…), ascending, filled up with infinities."""
-    return _EDGE_TABLE.to(like)[bits.long()]
+def near_levels(x: Tensor, bits: Tensor) -> Tensor:
+    """A level next to each number, of bits that broadcast, float32: the nearest to within 1/256, and faster than it.
+
+    Example:
+        >>> [round(x, 4) for x in near_levels(torch.tensor([-9.0, 0.3, 1.2]), torch.tensor(2)).tolist()]
+        [-1.5104, 0.4528, 1.5104]
+    """
+    place = _listed(x, bits)
+    return _NEAREST.to(x.device).index_select(0, place.flatten()).view(place.shape)
+
+
+def level_numbers(x: Tensor, bits: Tensor) -> Tensor:
+    """The number of the nearest level, from 0 on, int32, of bits that broadcast; of two as near the lower.
+
+    Example:
+        >>> level_numbers(torch.tensor([-9.0, 0.3, 1.2]), torch.tensor(2)).tolist()
+        [0, 2, 3]
+    """
+    place, edges = _listed(x, bits), _EDGES.to(x).flatten()
+    number = _NUMBERS.to(x.device).flatten().index_select(0, place.flatten()).view(place.shape)
+    below = (number + bits.int() * _ROW).flatten()
+    # Between multiples the nearest level is the one next to the listed one, if not that.
+    is_higher = x > edges.index_select(0, below + 1).view(place.shape)
+    is_lower = x <= edges.index_select(0, below).view(place.shape)
+    return number + is_higher.int() - is_lower.int()
+
+
+def _listed(x: Tensor, bits: Tensor) -> Tensor:
+    """Where the multiple nearest to a number is in the list of its bits; a place of the list for what is no number."""
+    places = (x * _STEPS_OF_ONE).round_().clamp(-_REACH, _REACH).nan_to_num_(0.0).int()
+    return places.add_(bits.int() * len(_LISTED) + _REACH)
