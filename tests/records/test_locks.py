@@ -129,3 +129,28 @@ def test_a_file_system_without_locks_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", without)
     with pytest.raises(OSError, match="Operation not supported"):
         hold(tmp_path / "work")
+
+
+def test_a_folder_that_cannot_be_made_is_refused_at_once():
+    """In a place that takes no folders, where making one fails as if others removed it."""
+    with pytest.raises(FileNotFoundError, match=r"/proc/work cannot be made in /proc; take another folder"):
+        hold(Path("/proc/work"))
+
+
+def test_a_folder_without_the_right_to_write_is_not_called_in_use(tmp_path):
+    child = os.fork()
+    if child == 0:
+        # A root user may write everywhere.
+        if os.geteuid() == 0:
+            os.seteuid(65534)
+        else:
+            tmp_path.chmod(0o555)
+        try:
+            hold(tmp_path / "work")
+        except PermissionError as error:
+            os._exit(0 if "work cannot be written: this user may not" in str(error) else 2)
+        except BaseException:
+            # A child of pytest's that went on would run all tests once more.
+            os._exit(3)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +14,8 @@ LOCK = ".lock"
 
 # Seconds between two attempts, and until a folder counts as held elsewhere: longer than one is made and removed in.
 _PAUSE, _PATIENCE = 0.01, 0.2
+# Attempts at a folder that others remove again and again, before it is taken for one that cannot be made.
+_MOST = 100
 
 
 class InUseError(OSError):
@@ -24,10 +27,10 @@ def locked(folder: Path) -> Iterator[None]:
     """Hold a folder for as long as the block lasts; no other process, and no other thread, can hold it meanwhile.
 
     The lock is the operating system's (flock(2)) and ends with its process, killed or not. A thread that holds a folder
-    may hold it again. A folder in which nothing is left at the end is removed.
+    may hold it again. A folder in which nothing is left at the end is removed. An OSError says why it cannot be held.
     """
     folder = folder.absolute()
-    missing = [parent for parent in folder.parents if not parent.exists()]
+    missing = [parent for parent in folder.parents if not os.path.exists(parent)]  # False also where one may not look
     lock = _acquired(folder)
     try:
         yield
@@ -47,15 +50,21 @@ def _acquired(folder: Path) -> FileLock:
     """The lock of a folder, which this thread now holds."""
     # One object for each path, so that a thread's second hold is counted; the state is each thread's own.
     lock = FileLock(folder / LOCK, is_singleton=True, fallback_to_soft=False)
-    while True:
+    for _ in range(_MOST):
         try:
             # Makes the folder too.
             lock.acquire(timeout=_PATIENCE, poll_interval=_PAUSE)
         except FileNotFoundError:
             # The process that held it has just ended, and removed the folder.
             continue
-        except (Timeout, PermissionError):
+        except (Timeout, PermissionError) as error:
+            if isinstance(error, PermissionError) and os.name != "nt":
+                raise PermissionError(
+                    f"{folder} cannot be written: this user may not; take another folder, or ask for the right to write"
+                ) from None
+            # Windows refuses to open a file that another process is removing.
             raise InUseError(
                 f"{folder} is in use by another process; wait until that has ended, or take another folder"
             ) from None
         return lock
+    raise FileNotFoundError(f"{folder} cannot be made in {folder.parent}; take another folder")
