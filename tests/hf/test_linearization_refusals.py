@@ -66,6 +66,8 @@ def test_layers_with_a_window_are_left_unless_named(build):
         ({"method": MergedKV(32, 96), "window": 32}, ValueError, "says its own window; leave window out"),
         ({"method": ["EluPlusOne", None]}, TypeError, "a function that builds a map from a head width, got NoneType"),
         ({"method": "EluPlusOne", "layers": [2]}, ValueError, r"has attention layers 0 to 1, got \[2\]"),
+        ({"method": "EluPlusOne", "layers": 0}, ValueError, r"layers must be numbers .*, as in \[0, 2\], .* got 0"),
+        ({"method": "EluPlusOne", "layers": "1"}, ValueError, r"layers must be numbers .*, got '1'"),
         ({"method": "EluPlusOne", "layers": []}, ValueError, "no layer of BertModel would be replaced"),
         ({"method": "FavorPlus"}, ValueError, "FavorPlus needs a number of features"),
         ({"method": "FavorPlus + heavy 2"}, ValueError, r"heavy keys were removed: use 'window W \+ merged C'"),

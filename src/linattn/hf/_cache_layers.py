@@ -200,7 +200,9 @@ class RecordingLayer(StatefulLayer[S]):
         self.record_past = self.is_croppable = True
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Refuse to forget more tokens than are recorded."""
+        """Refuse to forget more tokens than are recorded, or no whole number of them."""
+        if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int):
+            raise ValueError(f"tokens_to_remove must be an integer, got {tokens_to_remove!r}")
         count, recorded = abs(tokens_to_remove), sum(call.num_tokens for call in self._calls)
         if self.state is not None and count > recorded:
             raise ValueError(

@@ -181,6 +181,8 @@ def linearize_(
         raise ValueError(f"{type(model).__name__} is linearized already; call restore_(model) first")
     if attends_by(model, INTERCEPTED):
         raise ValueError(f"{type(model).__name__} is being intercepted; leave the block of `intercept` first")
+    if isinstance(layers, int | str):
+        raise ValueError(f"layers must be numbers of attention modules, as in [0, 2], or None for all, got {layers!r}")
     methods, layers = _methods(method), None if layers is None else list(layers)
     merged = merged_alone(model, layers, methods)
     take_away(model, NAME)

@@ -92,7 +92,7 @@ class Codes(NamedTuple):
     def of(cls, x: Tensor, bits: Tensor, num_bytes: int) -> Self:
         """The nearest levels, of blocks of so many bits (B, H, N). Numbers whose scale float16 has not are cut."""
         x = x.clamp(-_LARGEST, _LARGEST)
-        blocks = x.unflatten(-1, (bits.shape[-1], x.shape[-1] // max(bits.shape[-1], 1))).transpose(2, 3)
+        blocks = x.unflatten(-1, (bits.shape[-1], x.shape[-1] // max(bits.shape[-1], 1))).transpose(2, 3).contiguous()
         worth = torch.where(bits > 0, 4.0 ** bits.to(x.dtype), 0).unsqueeze(-1)
 
         def weighed(product: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class Codes(NamedTuple):
 
         size = (weighed(blocks.square()) / (worth.sum(2) * blocks.shape[-1]).clamp(min=1)).sqrt()
         relative = blocks / torch.where(size == 0, 1, size)[:, :, None, :, None]
-        wide, factors, explained = bits[..., None, None], relative.new_tensor(_FACTORS), []
+        wide, factors, explained = bits[..., None, None].int(), relative.new_tensor(_FACTORS), []
         for some in factors.split(max(1, _ROOM // max(1, relative.numel()))):
             near = near_levels(relative / some.view(-1, 1, 1, 1, 1, 1), wide)
             explained.append(weighed(relative * near).square() / weighed(near.square()).clamp(min=_TIE))
