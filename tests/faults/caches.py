@@ -154,6 +154,13 @@ FAULTS = (
         REFUSALS,
     ),
     Fault(
+        "let a static cache count on before its mask is built",
+        "hf/_calls.py",
+        "        q_offset = q_offset.clone()",
+        "        pass",
+        BOUNDED,
+    ),
+    Fault(
         "let a bounded cache take any mask",
         "hf/bounded_cache.py",
         "        self.check_mask(attention_mask)",

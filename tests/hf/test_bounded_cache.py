@@ -81,9 +81,9 @@ def test_calls_with_a_static_cache_are_as_before(language_model, family):
     options = {"attention_mask": mask, "cache_implementation": "static", **GREEDY}
 
     def read():
-        """Logits of a prompt and of the token after it."""
-        cache = StaticCache(config=model.config, max_cache_len=IDS.shape[1] + 1)
-        return [model(tokens, past_key_values=cache).logits for tokens in (IDS, IDS[:, :1])]
+        """Logits of a prompt, and of later tokens; slots are left, which a query that sees too far would see."""
+        cache = StaticCache(config=model.config, max_cache_len=IDS.shape[1] + 8)
+        return [model(tokens, past_key_values=cache).logits for tokens in (IDS, IDS[:, :3], IDS[:, :1])]
 
     wanted, text = read(), model.generate(IDS, **options)
     BoundedCache(model, config=FEW)

@@ -128,5 +128,5 @@ def test_first_caches_of_several_threads(language_model):
     for _ in range(8):
         model = language_model("llama")
         with ThreadPoolExecutor(4) as pool:
-            reports = list(pool.map(lambda _: BoundedCache(model, config=FEW).report, range(4)))  # noqa: B023
-        assert all(report == BoundedCache(model, config=FEW).report for report in reports)
+            made = [pool.submit(BoundedCache, model, config=FEW) for _ in range(4)]
+        assert all(one.result().report == BoundedCache(model, config=FEW).report for one in made)

@@ -175,6 +175,7 @@ def _run(model: PreTrainedModel, inputs: Inputs) -> Calls | Exception:
         with answering(model, record):
             model(**inputs)
     except Exception as error:
+        # A model's code may raise anything: whether it does by itself too says whose error this is.
         try:
             model(**inputs)
         except Exception as own:
@@ -220,6 +221,7 @@ def _run_with_cache(
             with answering(model, answer):
                 model(**{**inputs, "past_key_values": cache})
         except Exception as error:
+            # A model's code may raise anything where it does not take this kind of cache: the caller is told which.
             return frozenset(), type(error).__name__, frozenset()
     return frozenset(cached if model.can_generate() else ()), None, frozenset(reached)
 
