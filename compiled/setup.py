@@ -11,7 +11,7 @@ setup(
             py_limited_api=True,
             extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math"],
         )
-        for name in ("_steps", "_merging", "_everywhere", "_codes")
+        for name in ("_steps", "_merging", "_everywhere", "_codes", "_coding")
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -25,6 +25,7 @@ LAWS = (
         for name in (
             "compiled_bidirectional",
             "compiled_codes",
+            "compiled_coding",
             "compiled_coded_streams",
             "compiled_streams",
             "state_checks",

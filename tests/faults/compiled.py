@@ -9,6 +9,7 @@ CODE = "softmax/extensions.py"
 MERGING, MERGING_LAWS = "kv_cache/compiled.py", "tests/kv_cache/test_compiled_streams.py"
 CAUSAL, CODED_LAWS = "kv_cache/stream.py", "tests/kv_cache/test_compiled_coded_streams.py"
 CODES, CODES_LAWS = "kv_cache/coded_tokens.py", "tests/kv_cache/test_compiled_codes.py"
+CODING, CODING_LAWS = "kv_cache/codes.py", "tests/kv_cache/test_compiled_coding.py"
 EVERYWHERE_LAWS = "tests/kv_cache/test_compiled_bidirectional.py"
 
 FAULTS = (
@@ -37,7 +38,19 @@ FAULTS = (
     Fault("keep sinks among merged keys", MERGING, "config.num_sinks and not has_codes", "False", MERGING_LAWS),
     Fault("keep codes as numbers", CAUSAL, "in_compiled_code and not is_coded(config)", "in_compiled_code", CODED_LAWS),
     Fault(
-        "leave codes to plain torch", CAUSAL, "in_compiled_code=in_compiled_code", "in_compiled_code=False", CODED_LAWS
+        "leave codes to plain torch",
+        CAUSAL,
+        "merged, in_compiled_code=in_compiled_code",
+        "merged, in_compiled_code=False",
+        CODED_LAWS,
+    ),
+    Fault("sum in another order than compiled code", CODING, "dtype=worth.dtype", "dtype=product.dtype", CODING_LAWS),
+    Fault(
+        "write rows that lie apart as if they did not",
+        CODING,
+        "x, bits, factors = x.contiguous(), ",
+        "bits, factors = ",
+        CODING_LAWS,
     ),
     Fault(
         "give values the keys' codes", CODES, "zip(key, value, strict=True)", "zip(key, key, strict=True)", CODES_LAWS

@@ -14,7 +14,7 @@ FAULTS = (
     Fault(
         "scale every row by its root mean square", CODES, "factors[best.argmax(0)]", "factors[0 * best.argmax(0)]", LAWS
     ),
-    Fault("weigh errors of all blocks alike", CODES, "4.0 ** bits.to(x.dtype)", "1.0 ** bits.to(x.dtype)", LAWS),
+    Fault("weigh errors of all blocks alike", CODES, "4.0 ** bits.to(precise)", "1.0 ** bits.to(precise)", LAWS),
     Fault("let scales overflow float16", CODES, "x = x.clamp(-_LARGEST, _LARGEST)", "pass", LAWS),
     Fault(
         "begin numbers a bit late",

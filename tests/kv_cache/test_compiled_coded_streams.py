@@ -1,4 +1,4 @@
-"""A stream in few bits whose codes are read in compiled code: the rows of plain torch, the same codes to the bit."""
+"""A stream in few bits whose codes are of compiled code: the rows of plain torch, and the same codes to the bit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 import linattn
 from linattn import MergedKV
-from linattn.kv_cache import coded_tokens
+from linattn.kv_cache import coded_tokens, codes
 from merged_rows import LENGTH, TOLERANCE, biases, given, leaves, streamed
 
 pytest.importorskip("linattn_compiled")
@@ -26,7 +26,7 @@ CONFIGS = (
 @pytest.mark.parametrize("bias", ["none", "masks", "biases", "heads"])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_it_is_what_plain_torch_is(config: MergedKV, bias: str) -> None:
-    """Which keys are merged, and what is kept, to the bit: reading changes neither."""
+    """Which keys are merged, and what is kept, to the bit."""
     tokens = given(3)
     ours, theirs = (streamed(tokens, config, backend, (200,), biases(bias)) for backend in ("compiled", "torch"))
     torch.testing.assert_close(ours[0], theirs[0], rtol=TOLERANCE, atol=TOLERANCE)
@@ -55,6 +55,14 @@ def test_log_normalisers_are_those_of_plain_torch() -> None:
         linattn.merged_partial(*tokens, backend=backend, **options).log_normalizer for backend in ("compiled", "torch")
     )
     torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", ["auto", "compiled", "torch"])
+def test_codes_are_written_in_it_but_under_torch(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    used, run = [], codes._in_compiled_code
+    monkeypatch.setattr(codes, "_in_compiled_code", lambda *call: used.append(1) or run(*call))
+    streamed(given(), CONFIGS[0], backend)
+    assert bool(used) == (backend != "torch")
 
 
 def test_auto_reads_codes_in_it_one_token_or_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Keys and values in few bits; letters as in kv_cache/__init__.py, P numbers of a code, N blocks of equal bits.
 
-They are read in plain torch, or in compiled code on a CPU, from the wheel linattn-compiled: there codes become numbers
-in a processor's cache, a few tokens at a time.
+They are written and read in plain torch, or in compiled code on a CPU, from the wheel linattn-compiled: there codes
+become numbers in a processor's cache, a few tokens at a time.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class CodedTokens(NamedTuple):
     frames: Frames
 
     @classmethod
-    def of(cls, inside: Tokens, frames: Frames, bits: tuple[float, float]) -> Self:
+    def of(cls, inside: Tokens, frames: Frames, bits: tuple[float, float], *, in_compiled_code: bool = False) -> Self:
         """Tokens relative to frames that were made for so many bits of keys and of values."""
-        key, value = frames.key.coded(inside.key, bits[0]), frames.value.coded(inside.value, bits[1])
+        key = frames.key.coded(inside.key, bits[0], in_compiled_code=in_compiled_code)
+        value = frames.value.coded(inside.value, bits[1], in_compiled_code=in_compiled_code)
         return cls(key, value, inside.bias, frames)
 
     @property

@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from linattn.kv_cache.levels import level_numbers, near_levels, table
+from linattn.kv_cache.levels import COMPILED, COMPILED_SIZES, level_numbers, near_levels, table
 
 # Of numbers relative to a frame: scales of rows as large are float16's.
 _LARGEST = 2.0**15
@@ -89,18 +89,26 @@ class Codes(NamedTuple):
     scale: Tensor  # (B, H, n) float16
 
     @classmethod
-    def of(cls, x: Tensor, bits: Tensor, num_bytes: int) -> Self:
-        """The nearest levels, of blocks of so many bits (B, H, N). Numbers whose scale float16 has not are cut."""
+    def of(cls, x: Tensor, bits: Tensor, num_bytes: int, *, in_compiled_code: bool = False) -> Self:
+        """The nearest levels, of blocks of so many bits (B, H, N). Numbers whose scale float16 has not are cut.
+
+        Compiled code finds the same: sums are of double precision there and here, and their order decides nothing.
+        """
+        if in_compiled_code:
+            return cls(*_in_compiled_code(x, bits, num_bytes))
         x = x.clamp(-_LARGEST, _LARGEST)
         blocks = x.unflatten(-1, (bits.shape[-1], x.shape[-1] // max(bits.shape[-1], 1))).transpose(2, 3).contiguous()
-        worth = torch.where(bits > 0, 4.0 ** bits.to(x.dtype), 0).unsqueeze(-1)
+        # Compiled code runs on a CPU, and other devices are slow with double precision, or have none.
+        precise = torch.float64 if x.is_cpu else x.dtype
+        worth = torch.where(bits > 0, 4.0 ** bits.to(precise), 0).unsqueeze(-1)
 
         def weighed(product: Tensor) -> Tensor:
             """Sums (…, B, H, n) over rows, by how much an error counts."""
-            return (product.sum(-1) * worth).sum(-2)
+            return (product.sum(-1, dtype=worth.dtype) * worth).sum(-2)
 
-        size = (weighed(blocks.square()) / (worth.sum(2) * blocks.shape[-1]).clamp(min=1)).sqrt()
-        relative = blocks / torch.where(size == 0, 1, size)[:, :, None, :, None]
+        size = (weighed(blocks.square()) / (worth.sum(2) * blocks.shape[-1]).clamp(min=1)).sqrt().to(x.dtype)
+        size = torch.where(size == 0, 1, size)
+        relative = blocks / size[:, :, None, :, None]
         wide, factors, explained = bits[..., None, None].int(), relative.new_tensor(_FACTORS), []
         for some in factors.split(max(1, _ROOM // max(1, relative.numel()))):
             near = near_levels(relative / some.view(-1, 1, 1, 1, 1, 1), wide)
@@ -112,8 +120,8 @@ class Codes(NamedTuple):
         level = level_numbers(relative / factor + _TIE, wide)
         nearest = _levels(level, wide, x)
         power = weighed(nearest.square())
-        scale = weighed(blocks * nearest) / torch.where(power == 0, 1, power)
-        return cls(_packed(level.transpose(2, 3).flatten(3), bits, num_bytes), scale.half())
+        scale = weighed(relative * nearest) / torch.where(power == 0, 1, power) * size
+        return cls(_packed(level.transpose(2, 3).flatten(3), bits, num_bytes), scale.float().half())
 
     def rows(self, bits: Tensor, size: int, dtype: torch.dtype) -> Tensor:
         """The numbers (B, H, n, P) that these stand for, P given."""
@@ -136,6 +144,22 @@ class Codes(NamedTuple):
     def at(self, place: Tensor) -> Self:
         """Rows by number (B, H, n)."""
         return type(self)(torch.take_along_dim(self.code, place.unsqueeze(-1), 2), self.scale.gather(-1, place))
+
+
+def _in_compiled_code(x: Tensor, bits: Tensor, num_bytes: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales of rows of float32 on a CPU."""
+    # Imported here: a wheel of its own, which most do not have.
+    from linattn_compiled import write_codes
+
+    (batch, heads, rows, size), block = x.shape, x.shape[-1] // max(bits.shape[-1], 1)
+    x, bits, factors = x.contiguous(), bits.contiguous(), torch.tensor(_FACTORS)
+    code, scale = bits.new_empty(batch, heads, rows, num_bytes), x.new_empty(batch, heads, rows, dtype=torch.float16)
+    write_codes(
+        *(each.data_ptr() for each in (x, bits, code, scale, *COMPILED, factors)),
+        *(*COMPILED_SIZES, batch * heads, rows, size, block, num_bytes, len(_FACTORS)),
+        *(_LARGEST, _TIE, _ALIKE),
+    )
+    return code, scale
 
 
 def _levels(level: Tensor, bits: Tensor, like: Tensor) -> Tensor:

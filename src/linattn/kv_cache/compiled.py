@@ -1,8 +1,8 @@
 """Merged keys in compiled code on a CPU, from the wheel linattn-compiled.
 
 In float32 and without gradients: the merges, the rows and what a stream keeps are those of plain torch (`stream`,
-`bidirectional`). Of streams in few bits it reads the codes (`coded_tokens`), and plain
-torch does all else. Letters as in kv_cache/__init__.py.
+`bidirectional`). Of streams in few bits it writes and reads the codes (`codes`, `coded_tokens`), and plain torch does
+all else. Letters as in kv_cache/__init__.py.
 """
 
 from __future__ import annotations

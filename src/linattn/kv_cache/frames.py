@@ -118,9 +118,10 @@ class Frame(NamedTuple):
         """
         return self._mixed(query.to(dtype) * self.deviation)
 
-    def coded(self, x: Tensor, bits: float) -> Codes:
+    def coded(self, x: Tensor, bits: float, *, in_compiled_code: bool = False) -> Codes:
         """Codes of rows relative to the frame, in as many bits as it was made for."""
-        return Codes.of(x, self.bits, coded_bytes(self.mean.shape[-1], bits) - 2)
+        num_bytes = coded_bytes(self.mean.shape[-1], bits) - 2
+        return Codes.of(x, self.bits, num_bytes, in_compiled_code=in_compiled_code)
 
     def decoded(self, codes: Codes) -> Tensor:
         """Rows (B, H, n, P) relative to the frame."""

@@ -77,6 +77,11 @@ _LISTED = torch.arange(-_REACH, _REACH + 1, device="cpu") / _STEPS_OF_ONE
 _NUMBERS = torch.stack([torch.searchsorted(_middles(x), _LISTED.double()) for x in _LEVELS]).int()
 _NEAREST = torch.cat([x[number] for x, number in zip(_LEVELS, _NUMBERS, strict=True)]).float()
 
+COMPILED = (_TABLE.float(), _NEAREST, _NUMBERS, _EDGES.float())
+"""The levels and what finds them, as compiled code takes them: `table`, the nearest listed ones, numbers, and edges."""
+COMPILED_SIZES = (_REACH, _STEPS_OF_ONE, _ROW)
+"""Listed multiples on each side of 0, their number in 1, and edges of each number of bits."""
+
 
 def table(like: Tensor) -> Tensor:
     """Levels of 0, 1, … 8 bits one after the other, (511,): those of b bits begin at 2^b - 1.

@@ -32,6 +32,7 @@ class Tier(NamedTuple):
 
     held: Tokens | CodedTokens
     followed: Tokens | None = None  # what codes stand for, relative to their frames, where gradients follow it
+    in_compiled_code: bool = False  # whether codes are written and read there
 
     @property
     def number(self) -> int:
@@ -114,7 +115,7 @@ class Tier(NamedTuple):
     def _rounded(self, tokens: Tokens, frames: Frames, size: TierSize) -> Self:
         """Codes in place of what is here; for gradients rounding adds a constant."""
         exact = frames.inside(tokens)
-        held = CodedTokens.of(exact, frames, size.both_bits)
+        held = CodedTokens.of(exact, frames, size.both_bits, in_compiled_code=self.in_compiled_code)
         if not is_followed(*exact[:2]):
             return self._replace(held=held, followed=None)
         key, value = (x + (y - x).detach() for x, y in zip(exact[:2], held.decoded()[:2], strict=True))
@@ -134,9 +135,17 @@ class Memory(NamedTuple):
     merged: Tier
 
     @classmethod
-    def of(cls, sinks: Tokens, coded: tuple[Tokens | CodedTokens, ...], merged: Tokens | CodedTokens) -> Self:
+    def of(
+        cls,
+        sinks: Tokens,
+        coded: tuple[Tokens | CodedTokens, ...],
+        merged: Tokens | CodedTokens,
+        *,
+        in_compiled_code: bool = False,
+    ) -> Self:
         """Of what a stream keeps."""
-        return cls(sinks, tuple(map(Tier, coded)), Tier(merged))
+        *tiers, last = (Tier(held, None, in_compiled_code) for held in (*coded, merged))
+        return cls(sinks, tuple(tiers), last)
 
     def joined(self, leaving: Tokens, sample: QuerySample, config: MergedKV) -> Self:
         """With a block of tokens, the first ones of the stream as sinks."""
@@ -149,9 +158,7 @@ class Memory(NamedTuple):
             coded.append(after)
         return type(self)(sinks, tuple(coded), self._merged(leaving, sample, config))
 
-    def read(
-        self, query: Tensor, near: Tokens, scale: float, *, with_log: bool, in_compiled_code: bool = False
-    ) -> Reading:
+    def read(self, query: Tensor, near: Tokens, scale: float, *, with_log: bool) -> Reading:
         """Rows (B, H, G, n, ·) over all of it and near tokens, causally with the last of both level."""
         exact, codes = self.sinks.then(near), []
         for tier in (*self.coded, self.merged):
@@ -164,7 +171,7 @@ class Memory(NamedTuple):
             return read(query, exact, scale, is_causal=True, with_log=with_log)
         rows = query.to(exact.bias.dtype)
         part = read(rows, exact, scale, is_causal=True, with_log=True).partial()
-        if in_compiled_code:
+        if self.merged.in_compiled_code:
             for held, _ in codes:
                 part = read_in_compiled_code(rows, *held.rows, held.bias, table(held.bias), scale, part)
             out, log = part

@@ -54,9 +54,10 @@ def attend_causal_merging(
 def stream_in_torch(
     stream: Stream, scale: float, *, with_log: bool, in_compiled_code: bool = False
 ) -> tuple[Reading, MergedKeys]:
-    """All blocks, one after the other, without the recent keys; differentiable but where compiled code reads codes."""
+    """All blocks, one after the other, without the recent keys; differentiable but in compiled code."""
     query, tokens, before, first, parts = stream.query, stream.tokens, stream.before, stream.first, []
-    memory, sample, config = Memory.of(before.sinks, before.coded, before.merged), before.sample, before.config
+    memory = Memory.of(before.sinks, before.coded, before.merged, in_compiled_code=in_compiled_code)
+    sample, config = before.sample, before.config
     for begin in stream.begins:
         end = min(begin + config.blocks.size, stream.num_tokens)
         gone = stream.leaving(begin)
@@ -66,7 +67,7 @@ def stream_in_torch(
         if start < end:
             rows = query[:, :, :, start - first : end - first]
             near = tokens.cut(gone.stop, end)
-            parts.append(memory.read(rows, near, scale, with_log=with_log, in_compiled_code=in_compiled_code))
+            parts.append(memory.read(rows, near, scale, with_log=with_log))
             live = tokens.bias[..., start:end] != -torch.inf
             sample = sample.add(rows, live, scale, block=config.blocks.size, first=start - begin)
     if not parts:
