@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 from gguf_models import MERGES, TOKENS, tiny, write_gguf
 from linattn.cli.app import app
+from linattn.cli.generation import _throughput
+from linattn.cli.keeping import divergence_in_words
 from linattn.hf import (
     BoundedCache,
     ByteTokenizer,
@@ -354,3 +356,11 @@ def test_a_terminal_has_a_bar_while_the_prompt_is_read(hybrid, monkeypatch):
         ("Reading the prompt", 1),
         1,
     ]
+
+
+def test_figures_in_words_by_hand():
+    assert _throughput([0.0, 0.1, 0.3, 0.4]) == "10.0 tokens/s in the median (10 to 90 %: 5.6 to 10.0)"
+    even, sure = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[1.0, 0.0]]).log()
+    assert divergence_in_words(even, sure, 2.0) == (
+        "KL divergence from the full cache 0.693 nats a token over the last 1 tokens of the prompt, measured in 2.0 s"
+    )

@@ -9,6 +9,7 @@ import pytest
 from linattn.convert import Agreement, Conversion, LayerError, Paying, Speed, Stage, Trained
 from linattn.convert.card import kept_in_words, kept_layers, layer_table, model_card, speed_in_words, stage_table
 from linattn.hf import LayerReport, Linearization
+from linattn.records.tables import Table
 
 
 def stage(name, value, *errors):
@@ -174,3 +175,7 @@ def test_whether_it_pays(conversion, kept, slow, causal, relation, advice):
     assert speed_in_words(found).partition(" threads). ")[2] == words
     assert words in model_card(found, "tiny")
     assert found == conversion
+
+
+def test_a_table_in_markdown_by_hand():
+    assert Table(("a", "b"), (("x", "1"),)).markdown() == "| a | b |\n|---|---:|\n| x | 1 |"

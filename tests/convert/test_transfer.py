@@ -10,12 +10,13 @@ from linattn.convert import predictions
 from linattn.convert.distilling import distil, teacher_outputs
 from linattn.convert.losses import distillation, row_divergence
 from linattn.convert.predictions import token_divergence
-from linattn.convert.running import run
+from linattn.convert.running import own_texts, run
 from linattn.convert.samples import from_batches
 from linattn.convert.transfer import build_maps, record, transfer
 from linattn.hf import linearize_, restore_
 from linattn.methods.measures import softmax_log_rows
 from linattn.methods.method import parse_method
+from linattn.processes import Processes
 from linattn.training.loop import train
 
 # Seconds of the tests' clock, of which a step takes one.
@@ -161,3 +162,8 @@ def test_of_a_large_vocabulary_some_tokens_are_compared(learning, monkeypatch):
             divergence = kl_div(*pair, log_target=True, reduction="none").sum(-1).mean()
             found.append(float(distillation(ours.states, theirs.states, theirs.live, divergence)))
     assert training.validate() == pytest.approx(sum(found) / len(found))
+
+
+def test_processes_share_out_the_texts_of_a_batch():
+    batch = {"input_ids": torch.tensor([[1], [2], [3], [4]])}
+    assert own_texts(batch, Processes(1, 2))["input_ids"].tolist() == [[2], [4]]

@@ -294,7 +294,7 @@ FAULTS = (
         "cli/app.py",
         "{options.get(name, '')}{text.removeprefix(name)}",
         "{text}",
-        "lab/tests/commands/test_refusals.py src/linattn/cli/app.py",
+        "lab/tests/commands/test_refusals.py tests/cli/test_app.py",
     ),
     Fault(
         "import torch for help",

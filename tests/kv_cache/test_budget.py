@@ -10,7 +10,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from linattn import MergedKV, merged_attention_with_state
-from linattn.kv_cache.budget import RECALLS, Sizes, kept_bytes, within_budget
+from linattn.kv_cache.budget import RECALLS, Sizes, frame_bytes, kept_bytes, within_budget
+from linattn.kv_cache.query_sample import sample_size
 
 L, D, DV, HEADS, GROUPS = 60, 8, 6, 1, 3
 
@@ -88,3 +89,11 @@ def test_a_budget_that_is_too_small_names_the_least_that_is_not(sizes, bits):
 def test_blocks_are_of_8_tokens_and_more(recall, budget):
     """Prefill goes block by block: on Gemma 3 270M blocks of 4 took twice the time of blocks of 8."""
     assert within_budget(budget, Sizes(256, 256, 4, 4), recall=recall).blocks.size >= 8
+
+
+def test_bytes_and_budgets_by_hand():
+    assert Sizes(256, 256).key_bytes == 2048
+    # Means and deviations in float32, an order in 16 bits, and bits of 8 blocks.
+    assert frame_bytes(256, 4) == 2568
+    assert [sample_size(groups) for groups in (4, 32)] == [16, 64]
+    assert within_budget(512, Sizes(64, 64), bits=None).label == "sinks 4 + window 196 + merged 251"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from grid import tokens
 from linattn.kv_cache import bidirectional
-from linattn.kv_cache.partitioning import Axes, Metric
+from linattn.kv_cache.partitioning import Axes, Metric, num_axes
 from linattn.softmax.tokens import Tokens
 
 WIDTH = 48
@@ -73,3 +73,7 @@ def test_masked_keys_are_not_measured_by() -> None:
     for found, others in zip(measured(x, bias), measured(x[:, :, 1:]), strict=True):
         for part, other in zip(found, others, strict=True):
             torch.testing.assert_close(part, other, rtol=1e-9, atol=1e-9)
+
+
+def test_there_are_as_many_axes_as_a_width_needs():
+    assert [num_axes(width) for width in (8, 64, 512)] == [8, 16, 64]

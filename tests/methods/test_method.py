@@ -7,7 +7,7 @@ import re
 import pytest
 
 from linattn import MergedKV
-from linattn.methods.method import parse_method
+from linattn.methods.method import parse_method, together
 
 
 @pytest.mark.parametrize(
@@ -101,3 +101,8 @@ def test_maps_that_share_no_normaliser_with_exact_attention(written):
     method = parse_method(written)
     with pytest.raises(ValueError, match="cannot share a normaliser with exact attention"):
         method.build_kernel(4, num_features=8 if method.map.takes_features else None, scale=0.5, seed=0)
+
+
+def test_layers_alike_are_written_once():
+    assert together(["merged 8", "merged 8"]) == "merged 8"
+    assert together(["merged 8", "merged 4"]) == "merged 8; merged 4"

@@ -10,11 +10,7 @@ _NEEDED = ("typer", "rich", "pydantic", "filelock")
 
 
 def main() -> None:
-    """Run the `linattn` command on the words of the command line.
-
-    Exits with 0 when all went well; 1 with a message when packages that the subcommand needs are missing or it failed;
-    2 for words it does not know; 130 when interrupted.
-    """
+    """Run the `linattn` command; exit with 0, 1 (failed, a package missing), 2 (unknown words) or 130 (interrupted)."""
     missing = [package for package in _NEEDED if find_spec(package) is None]
     if missing:
         sys.exit(f"linattn: the command needs {', '.join(missing)}, not installed here: pip install 'linattn[cli]'")

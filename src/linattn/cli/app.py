@@ -65,12 +65,7 @@ _NO_ANSWER = re.compile(r"Timed out waiting|Connection closed by peer|Connection
 
 
 def error_line(error: Exception, command: str, options: Mapping[str, str]) -> str:
-    """One line for the terminal; `options` are by the names of parameters, for errors that begin with one.
-
-    Example:
-        >>> error_line(ValueError("num_tokens must be at least 1, got 0"), "convert", {"num_tokens": "--tokens"})
-        'linattn convert: --tokens must be at least 1, got 0'
-    """
+    """One line for the terminal; `options` are by the names of parameters, for errors that begin with one."""
     text = str(error) or type(error).__name__
     name = next((name for name in options if text.startswith((f"{name} ", f"{name}: "))), "")
     rank = int(os.environ.get("RANK") or 0)

@@ -140,12 +140,7 @@ def _texts(loaded: LoadedModel, prompt: list[int], stream: Iterator[Tensor], wri
 
 
 def _throughput(times: Sequence[float]) -> str:
-    """Tokens a second in the median, and within which bounds 80 % of the tokens came; `times` has each token's.
-
-    Example:
-        >>> _throughput([0.0, 0.1, 0.3, 0.4])
-        '10.0 tokens/s in the median (10 to 90 %: 5.6 to 10.0)'
-    """
+    """Tokens a second in the median, and within which bounds 80 % of the tokens came; `times` has each token's."""
     steps = torch.tensor([after - before for before, after in pairwise(times)], dtype=torch.float64)
     shares = torch.tensor([0.9, 0.5, 0.1], dtype=torch.float64)
     slow, median, fast = (1 / steps.clamp_min(1e-9).quantile(shares)).tolist()

@@ -65,13 +65,7 @@ def last_predictions(model: PreTrainedModel, tokens: Tensor, cache: Cache, notif
 
 
 def divergence_in_words(bounded: Tensor, full: Tensor, seconds: float) -> str:
-    """The KL divergence of predictions (n, V) from those of the full cache.
-
-    Example:
-        >>> even, sure = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[1.0, 0.0]]).log()
-        >>> divergence_in_words(even, sure, 2.0)
-        'KL divergence from the full cache 0.693 nats a token over the last 1 tokens of the prompt, measured in 2.0 s'
-    """
+    """The KL divergence of predictions (n, V) from those of the full cache."""
     each = kl_div(bounded, full, reduction="none", log_target=True).nan_to_num().sum(-1).double()
     error = f" ± {each.std() / len(each) ** 0.5:.2g}" if len(each) > 1 else ""
     return (

@@ -23,10 +23,7 @@ _OF_FIRST = ("out", "plan_out")
 def shared_folder(
     doing: str, processes: Processes, out: Path, call: typer.Context, *, is_continued: bool = False
 ) -> Iterator[tuple[Console, Path | None]]:
-    """A console, and the folder for unfinished work on `out`; all but the first process have none, and are silent.
-
-    The folder is held meanwhile; `out` is empty, unless it holds finished work that is continued.
-    """
+    """A console, and the folder of unfinished work on `out`, held meanwhile; all but the first process have none."""
     console, work = console_of(processes), out.with_name(f"{out.name}.unfinished")
     # Before anything of the first process's can fail while the others wait.
     check_same_options(processes, call)

@@ -25,14 +25,7 @@ def console_of(processes: Processes) -> Console:
 
 @contextmanager
 def of_option(option: str) -> Iterator[None]:
-    """Let errors inside the block begin with an option's name.
-
-    Example:
-        >>> with of_option("--budget"):
-        ...     int("many")
-        Traceback (most recent call last):
-        ValueError: --budget: invalid literal for int() with base 10: 'many'
-    """
+    """Let errors inside the block begin with an option's name."""
     try:
         yield
     except ValueError as error:

@@ -49,8 +49,7 @@ def distil(
 ) -> Training:
     """The training of weights, and of the maps' at a rate of their own, against the original's states and predictions.
 
-    Of a large vocabulary a step compares the predictions of some tokens, drawn anew (`sampled_divergence`), and
-    validation those of as many, evenly spread. Source: Jiao et al. 2020 (arXiv 1909.10351).
+    Source: Jiao et al. 2020 (arXiv 1909.10351).
     """
 
     processes = Processes.of_this_run()
@@ -105,9 +104,6 @@ def adapted(model: PreTrainedModel, attentions: Sequence[str], rank: int, seed: 
     """Train a model's projections by low-rank adapters, while the block runs; then they are part of the weights.
 
         W + 2·B·A,   A (r, in) drawn from the seed, B (out, r) zero at first
-
-    They are those from the first converted attention on, of attention and of all else but what makes logits. All other
-    weights take no gradients meanwhile, but for those of the attention kernels.
 
     Source: Hu et al. 2022 (arXiv 2106.09685); Schulman et al. 2025, "LoRA Without Regret", for all projections.
     """

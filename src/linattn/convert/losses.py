@@ -12,21 +12,12 @@ from torch import Tensor
 
 
 def row_divergence(log_exact: Tensor, weights: Tensor) -> Tensor:
-    """Mean Kullback-Leibler divergence of attention rows (B, H, n, L) from the exact ones: attention transfer's loss.
-
-        mean over rows of  KL(p‖a) = Σ_j p_j (ln p_j - ln a_j)
-
-    `log_exact` is ln p, -inf for keys that are not attended to; `weights` are nonnegative rows that sum to 1. A weight
-    that underflowed counts as the smallest normal number of its dtype, and gets no gradient.
-
-    Example:
-        >>> exact = torch.tensor([[[[0.5, 0.5]]]]).log()
-        >>> round(row_divergence(exact, torch.tensor([[[[0.25, 0.75]]]])).item(), 4)  # ½ ln 2 + ½ ln ⅔
-        0.1438
+    """Mean of KL(p‖a) over attention rows a (B, H, n, L) beside exact ones, ln p; -inf for keys not attended to.
 
     Source: Zhang et al. 2024 (arXiv 2402.04347), section 3.
     """
     attended = log_exact > -torch.inf
+    # A weight that underflowed counts as the smallest normal number, and gets no gradient.
     log_weights = weights.clamp(min=torch.finfo(weights.dtype).tiny).log()
     # An absent pair is 0, not 0·(-inf): nan would follow it through the gradient.
     difference = torch.where(attended, log_exact, 0) - torch.where(attended, log_weights, 0)
@@ -46,11 +37,6 @@ def squared_relative_error(student: Tensor, teacher: Tensor, live: Tensor, mean:
     """Σ ‖ŷ - y‖² / Σ ‖y‖² of states (B, L, E) over the tokens that `live` (B, L) does not mark as padding.
 
     With `mean`, Σ ‖y‖² is its mean over all processes, so that the mean of their errors is that of all texts at once.
-
-    Example:
-        >>> y = torch.tensor([[[3.0, 4.0], [1.0, 1.0]]])
-        >>> squared_relative_error(torch.zeros(1, 2, 2), y, torch.tensor([[True, False]])).item()
-        1.0
     """
     y = teacher[live]
     return (student[live] - y).square().sum() / mean(y.square().sum())
@@ -67,13 +53,7 @@ def distillation(
 
         ½ ε(last layer) + ½ mean of ε over the layers  [+ divergence],   ε = `squared_relative_error`
 
-    The layers before the last give every layer a target; the last alone takes several times as many steps. `mean` gives
-    the mean of a number over all processes, where the texts of a step are dealt out to several.
-
-    Example:
-        >>> y, live = torch.ones(1, 1, 2), torch.tensor([[True]])
-        >>> distillation([y, 0 * y], [y, y], live).item()  # ½·1 + ½·(0 + 1)/2
-        0.75
+    The layers before the last give every layer a target; the last alone takes several times as many steps.
 
     Source: Jiao et al. 2020 (arXiv 1909.10351), sections 3.1 and 3.2, states only.
     """

@@ -57,17 +57,7 @@ class Predictions(NamedTuple):
 def token_divergence(
     student: Predictions, teacher: Predictions, dtype: torch.dtype = torch.float32, mean: Mean = itself
 ) -> Tensor:
-    """Mean over tokens of KL(p‖p̂) in nats, p̂ and p what the two predict; differentiable in the student.
-
-    Cost: O(n·V·E) time forward and twice that backward, with logits made anew there; memory for one piece of them.
-
-    Example:
-        >>> exact, ours = (Predictions(torch.tensor([p]).log(), None) for p in ([0.5, 0.5], [0.25, 0.75]))
-        >>> round(token_divergence(ours, exact).item(), 4)
-        0.1438
-
-    Source: Hinton et al. 2015 (arXiv 1503.02531), at temperature 1.
-    """
+    """Mean over tokens of KL(p‖p̂) in nats, p̂ and p what the two predict; differentiable in the student. O(n·V·E)."""
     number = len(student.states)
     total = _weighted_divergences(student, teacher, student.states.new_ones(number), dtype)
     return total / mean(total.new_tensor(number))
@@ -76,21 +66,12 @@ def token_divergence(
 def sampled_divergence(
     student: Predictions, teacher: Predictions, draw: torch.Generator, mean: Mean = itself
 ) -> Tensor:
-    """An estimate of `token_divergence` from m of its tokens; itself for m or fewer tokens.
+    """An estimate of `token_divergence` from m of its tokens, in O(m·V·E) time; itself for m or fewer tokens.
 
-        1/(m·n) Σ_t KL_t / p_t,    t drawn m times, with p_t in proportion to ‖ŷ_t - y_t‖
+        1/(m·n) Σ_t KL_t / p_t,    t drawn m times, p_t in proportion to ‖ŷ_t - y_t‖ of the states predicted from
 
-    of the states ŷ and y that the two predict from. Its mean is the divergence, and that of its gradient the gradient:
-    tokens that the two predict from alike have neither. Elsewhere the gradient of KL_t grows as ‖ŷ_t - y_t‖ does, so
-    that the draws are worth about the same.
-
-    Cost: O(m·V·E) time where the divergence costs O(n·V·E); m is a few times the tokens whose logits are held at once:
-    256 of a vocabulary of 262,144.
-
-    Example:
-        >>> exact, ours = (Predictions(torch.tensor([p]).log(), None) for p in ([0.5, 0.5], [0.25, 0.75]))
-        >>> round(sampled_divergence(ours, exact, torch.Generator()).item(), 4)
-        0.1438
+    Its mean is the divergence, and that of its gradient the gradient. Tokens predicted from alike have neither;
+    elsewhere the gradient of KL_t grows as ‖ŷ_t - y_t‖ does, so that the draws are worth about the same.
 
     Source: Owen 2013, "Monte Carlo theory, methods and examples", section 9.1, for importance sampling.
     """
@@ -139,14 +120,7 @@ def _weighted_divergences(student: Predictions, teacher: Predictions, weights: T
 
 
 def next_token_losses(predictions: Predictions) -> Tensor | None:
-    """-log p(next token) in nats, float64, of each token that has one; None where the model does not predict it.
-
-    Example:
-        >>> logits = torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log()
-        >>> losses = next_token_losses(Predictions(logits, None, torch.tensor([1, NONE])))
-        >>> round(losses.exp().item(), 4)
-        1.3333
-    """
+    """-log p(next token) in nats, float64, of each token that has one; None where the model does not predict it."""
     following = predictions.following
     if following is None:
         return None

@@ -95,14 +95,7 @@ def to_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:
 
 
 def own_texts(batch: Batch, processes: Processes) -> Batch:
-    """This process's rows of every tensor (B, …) of a batch.
-
-    Example:
-        >>> import torch
-        >>> batch = {"input_ids": torch.tensor([[1], [2], [3], [4]])}
-        >>> own_texts(batch, Processes(1, 2))["input_ids"].tolist()
-        [[2], [4]]
-    """
+    """This process's rows of every tensor (B, …) of a batch."""
     if processes.size == 1:
         return batch
     return {name: x[processes.rank :: processes.size] for name, x in batch.items()}

@@ -49,8 +49,7 @@ def from_texts(
 ) -> Samples:
     """Documents of `min_tokens`, or a quarter of `num_tokens`, to `num_tokens` tokens, of whole consecutive paragraphs.
 
-    A paragraph that occurs again is read once, so that nothing held out is trained on; training draws `batch_size`
-    windows of one length from the tokens that are neither held out nor for validation.
+    A paragraph that occurs again is read once, so that nothing held out is trained on.
     """
     first, last = _special_tokens(tokenizer)
     room = num_tokens - len(first) - len(last)

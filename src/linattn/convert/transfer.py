@@ -91,8 +91,7 @@ def transfer(
 ) -> Training:
     """The training of all layers' maps at once, each on its own layer's queries and keys in the original model.
 
-        Σ over layers of  mean over rows of  KL(exact row ‖ the map's row, without the exact part beside it)
-
+    The loss is Σ over layers of the mean over rows of KL(exact row ‖ the map's, without the exact part beside it).
     Source: Zhang et al. 2024 (arXiv 2402.04347), section 3.
     """
     processes = Processes.of_this_run()

@@ -60,12 +60,7 @@ class Sizes:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of one key and its value, the unit in which budgets are said.
-
-        Example:
-            >>> Sizes(256, 256).key_bytes
-            2048
-        """
+        """Bytes of one key and its value, the unit in which budgets are said."""
         return (self.head_dim + self.value_dim) * self.number_bytes
 
 
@@ -78,14 +73,9 @@ def check_budget(budget: int) -> None:
 def within_budget(
     budget: int, sizes: Sizes, bits: Bits | None = BITS_BY_DEFAULT, near: float | None = None, recall: Recall = "near"
 ) -> MergedKV:
-    """`MergedKV.within`, for a layer of these sizes.
+    """`MergedKV.within`, for a layer of these sizes, whose window with a block takes the share `near` of the bytes.
 
-    Of the bytes the window takes the share `near` with a block; None for 8 %, or up to 16 % for 40 keys; beside merged
-    keys in 32 bits for that of 256 keys, half of the bytes at most.
-
-    Example:
-        >>> within_budget(512, Sizes(64, 64), bits=None).label
-        'sinks 4 + window 196 + merged 251'
+    None for 8 %, or up to 16 % for 40 keys; beside merged keys in 32 bits for that of 256 keys, half at most.
     """
     check_budget(budget)
     bits = checked_bits(bits)
@@ -197,11 +187,6 @@ def _frames_bytes(sizes: Sizes, bits: Bits | None) -> int:
 
 
 def frame_bytes(width: int, number_bytes: int) -> int:
-    """Bytes of what rows of a width are quantized relative to.
-
-    Example:
-        >>> frame_bytes(256, 4)  # means and deviations, an order in 16 bits, and bits of 8 blocks
-        2568
-    """
+    """Bytes that rows of a width are quantized relative to: means, deviations, an order in 16 bits, bits of blocks."""
     layout = Layout.of(width)
     return 2 * width * number_bytes + 2 * layout.size + layout.number

@@ -76,10 +76,7 @@ class CodedTokens(NamedTuple):
         return Tokens(self.frames.key.decoded(self.key), self.frames.value.decoded(self.value), self.bias)
 
     def read(self, query: Tensor, scale: float, followed: Tokens | None) -> Partial:
-        """Rows (B, H, G, n, Dv) over all of them, decoded a piece at a time; or over numbers that gradients follow.
-
-        Relative to the frames logits lack q·μ, the same for all keys, and Σ_s a_s v_s = μ + σ·H(Σ_s a_s ṽ_s).
-        """
+        """Rows (B, H, G, n, Dv) over all of them, decoded a piece at a time; or over numbers that gradients follow."""
         dtype, groups = self.bias.dtype, query.shape[2:4]
         rows = self.frames.key.queries(query.flatten(2, 3), dtype).unflatten(2, groups)
         widths = rows.shape[-1] + self.frames.value.order.shape[-1]

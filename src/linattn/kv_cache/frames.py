@@ -30,30 +30,17 @@ _SIGNS = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(WIDEST)] fo
 
 
 def mixed(x: Tensor, block: int) -> Tensor:
-    """Multiply blocks of rows (..., P) by a Hadamard matrix, which spreads large numbers over them; its own inverse.
-
-    Example:
-        >>> mixed(torch.tensor([4.0, 0, 0, 0, 2.0, 2.0, 0, 0]), 4).tolist()
-        [2.0, 2.0, 2.0, 2.0, 2.0, 0.0, 2.0, 0.0]
-
-    Source: Ashkboos et al. 2024 (QuaRot, arXiv 2404.00456), which rounds keys and values so.
-    """
+    """Multiply blocks of rows (..., P) by a Hadamard matrix, which spreads large numbers over them; its own inverse."""
     matrix = _SIGNS[:block, :block].to(x) * block**-0.5
     product: Tensor = x.unflatten(-1, (x.shape[-1] // block, block)) @ matrix
     return product.flatten(-2)
 
 
 def allocated(weight: Tensor, total: int) -> Tensor:
-    """Bits (..., N) of blocks, `total` in sum and 8 at most, that minimise Σ weight·distortion(bits).
-
-    Bit after bit to where it gains most, which is best since gains fall; of equal gains to the first.
-
-    Example:
-        >>> allocated(torch.tensor([16.0, 1.0, 1.0, 0.01]), 8).tolist()
-        [4, 2, 2, 0]
-    """
+    """Bits (..., N) of blocks, `total` in sum and 8 at most, that minimise Σ weight·distortion(bits)."""
     gain = weight.new_tensor([less - more for less, more in pairwise(DISTORTION)])
     gains = (gain.unsqueeze(-1) * weight.unsqueeze(-2)).flatten(-2)
+    # Bit after bit to where it gains most, which is best since gains fall; of equal gains to the first.
     order = gains.argsort(dim=-1, descending=True, stable=True)[..., :total]
     chosen = torch.zeros_like(gains, dtype=torch.uint8).scatter(-1, order, 1)
     bits: Tensor = chosen.unflatten(-1, (len(DISTORTION) - 1, weight.shape[-1])).sum(-2, dtype=torch.uint8)
@@ -70,11 +57,11 @@ class Frame(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, there: Tensor, bits: float, power: Tensor | None = None) -> Self:
-        """Of those rows that are there (B, H, n), in so many bits a number in the mean.
+        """Of those rows that are there (B, H, n), in so many bits a number in the mean; of a half the first have more.
 
         Where the mean squares of queries (B, H, W) are given, an error e_c in a coordinate moves logits by q_c·e_c:
         coordinates are sorted by w_c = E[q_c²]·σ_c², and the blocks' bits minimise Σ w_c·distortion(bits_c). Else bits
-        are equal; of a half the first blocks have one more.
+        are equal.
         """
         share = (there.to(x.dtype) / there.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(2)
         mean = share @ x
@@ -112,10 +99,7 @@ class Frame(NamedTuple):
         return torch.addcmul(self.mean, rows, self.deviation)
 
     def queries(self, query: Tensor, dtype: torch.dtype) -> Tensor:
-        """Queries (B, H, n, W) of rows relative to the frame: logits lack q·μ, the same for all.
-
-        With k = μ + σ·H(k̃):   q·k = H(σ·q)·k̃ + q·μ
-        """
+        """H(σ·q) of queries (B, H, n, W): q·k = H(σ·q)·k̃ + q·μ for k = μ + σ·H(k̃); q·μ is the same for all keys."""
         return self._mixed(query.to(dtype) * self.deviation)
 
     def coded(self, x: Tensor, bits: float, *, in_compiled_code: bool = False) -> Codes:

@@ -84,12 +84,10 @@ class Tier(NamedTuple):
         return self.held.frames.outside(oldest), self._replace(held=self.held.cut(number, self.number), followed=rest)
 
     def replaced(self, few: Tokens, member: Tensor, number_new: int, sample: QuerySample, size: TierSize) -> Self:
-        """Fewer tokens (B, H, C, ·) in place of these and of some more: those that are one of these keep their codes.
-
-        Members (B, H, C) are numbers of these, or greater ones for any other, of which `number_new` at most are new.
-        """
+        """Fewer tokens (B, H, C, ·) in place of these and of more; a token that is one of these keeps its code."""
         if isinstance(self.held, Tokens):
             return self.of(few, sample, size)
+        # Members (B, H, C) beyond these are any other token, of which `number_new` at most are new.
         is_new = member >= self.number
         place = is_new.byte().argsort(dim=-1, descending=True, stable=True)[..., : min(number_new, few.bias.shape[2])]
         pool = self._appended(few.pick(place), sample, size)

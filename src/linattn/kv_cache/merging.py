@@ -23,10 +23,9 @@ class Reduced(NamedTuple):
 
 
 def reduced(tokens: Tokens, sample: QuerySample, num_merged: int, num_newest: int = 0) -> Reduced:
-    """At most `num_merged` weighted keys in place of these (B, H, n, ·), as `MergedKV` says.
+    """At most `num_merged` weighted keys in place of these (B, H, n, ·), as `MergedKV` says, `num_newest` stay last.
 
-    The last `num_newest` are not merged, and are the last of the result. O(n²·(D + Dv) + n·S·D); differentiable in all
-    but the choice of what is merged.
+    O(n²·(D + Dv) + n·S·D); differentiable in all but the choice of what is merged.
     """
     if tokens.bias.shape[2] <= num_merged:
         return Reduced(tokens, torch.arange(tokens.bias.shape[2], device=tokens.bias.device).expand(tokens.bias.shape))

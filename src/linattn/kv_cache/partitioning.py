@@ -27,15 +27,14 @@ class Centres(NamedTuple):
 
 
 def partition(point: Tensor, log_mass: Tensor, num_clusters: int, num_rounds: int) -> Tensor:
-    """Put keys into at most so many clusters, the cheapest first; O(n²·P) time.
+    """Put keys (..., n, P) of masses (..., n) into at most so many clusters, the cheapest first; O(n²·P) time.
 
         cost = m₁m₂/(m₁ + m₂) · |x₁ - x₂|²,   x₂ the nearest of all that are heavier than x₁
 
-    In each round those that cost least join the heavier one that is nearest to them, and it what it joins; a cluster
-    stands at the mean of its members by their masses. Every round but the last takes away half of what is too much:
-    clusters go together for less than what dear keys cost. How much is computed depends on shapes alone. From points
-    (..., n, P) and masses (..., n), relative to any constant and -inf for absent keys, to the number of each key's
-    cluster (..., n): num_clusters for absent keys, its place where there are no more keys than that.
+    In each round those that cost least join the heavier one nearest to them, and it what it joins; a cluster stands at
+    the mean of its members by their masses. Every round but the last takes away half of what is too much: clusters go
+    together for less than what dear keys cost. Returns the number of each key's cluster: num_clusters for absent keys,
+    of log mass -inf, its place where there are no more keys than that. How much is computed depends on shapes alone.
 
     Source: Ward 1963 (doi 10.1080/01621459.1963.10500845) for the cost.
     """
@@ -46,10 +45,7 @@ def partition(point: Tensor, log_mass: Tensor, num_clusters: int, num_rounds: in
 
 
 def seeds(log_mass: Tensor, num_heaviest: int, num_seeds: int) -> tuple[Tensor, Tensor]:
-    """Some of the keys (..., n) by number (..., num_seeds), and the logarithms of the masses that they stand for.
-
-    The heaviest ones, and others evenly in proportion to the root of their masses; of fewer keys all.
-    """
+    """Some keys (..., n) by number: the heaviest, and others by roots of masses; the log masses that they stand for."""
     shape, logs = log_mass.shape[:-1], log_mass.flatten(0, -2)
     mass = relative(logs)
     most = mass.topk(num_seeds)
@@ -180,10 +176,7 @@ class Metric(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, share: Tensor, spread: Tensor, values: float = 1.0) -> Metric:
-        """Of keys as queries of this spread (B, H, D) see them, and values that count `values` times as much.
-
-        Mean and variances are by these shares (B, H, n); absent keys have none, and are 0.
-        """
+        """Of keys as queries of this spread (B, H, D) see them, and of values, by shares (B, H, n) of present keys."""
         share, width = share.unsqueeze(2), spread.shape[-1]
         mean = share @ x
         # In place, here and below: fresh memory for all keys costs as much as what is computed in it.
@@ -201,12 +194,7 @@ class Metric(NamedTuple):
 
 
 def num_axes(width: int) -> int:
-    """r for keys and values of P numbers.
-
-    Example:
-        >>> num_axes(8), num_axes(64), num_axes(512)
-        (8, 16, 64)
-    """
+    """r for keys and values of P numbers."""
     return min(max(_AXES, width // _WIDTHS_PER_AXIS), width)
 
 

@@ -97,12 +97,7 @@ class QuerySample(NamedTuple):
 
 
 def sample_size(num_groups: int) -> int:
-    """S, the most queries that are kept.
-
-    Example:
-        >>> sample_size(4), sample_size(32)
-        (16, 64)
-    """
+    """S, the most queries that are kept."""
     return _BLOCKS * max(_FEWEST, num_groups)
 
 
@@ -119,10 +114,7 @@ _SAMPLED, _LEAST_SAMPLED = 2**17, 64
 
 
 def sampled_evenly(query: Tensor, live: Tensor, num_merged: int, scale: float, *, is_masked: bool) -> QuerySample:
-    """Of queries (B, H, G, Lq, D), as many as the live keys (B, H, Lk) of their head say.
-
-    As many queries as keys are the same tokens, masked alike; of another number all queries count.
-    """
+    """Of queries (B, H, G, Lq, D), as many as their head's live keys (B, H, Lk) say; where Lq ≠ Lk all count."""
     groups, num_queries, num_keys = query.shape[2], query.shape[3], live.shape[-1]
     # No more keys than merged ones stay alone, by whatever sample.
     keys, is_same = live.sum(-1, keepdim=True).clamp(min=num_merged + 1), num_queries == num_keys

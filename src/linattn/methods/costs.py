@@ -12,15 +12,7 @@ from linattn.feature_maps import FeatureMap
 
 
 def map_state_numbers(feature_map: FeatureMap, *, value_dim: int, window: int | None = None) -> int:
-    """Numbers in a head's state, whatever the length of the text: S, z and maxima, and keys of two blocks of a window.
-
-        R·(Dv + 1) + M + 2W·(D + Dv)
-
-    Example:
-        >>> from linattn.feature_maps import Expansion
-        >>> map_state_numbers(Expansion(4, num_centres=2), value_dim=3, window=16)  # 10·4 + 2 + 32·7
-        266
-    """
+    """Numbers in a head's state, two blocks of a window's keys among them: R·(Dv + 1) + M + 2W·(D + Dv)."""
     sums = feature_map.num_features * (value_dim + 1) + feature_map.num_exponents
     return sums + 2 * (window or 0) * (feature_map.head_dim + value_dim)
 
@@ -33,17 +25,10 @@ def exact_state_numbers(num_tokens: int, *, head_dim: int, value_dim: int) -> in
 def seconds(
     contenders: Mapping[str, Callable[[], object]], *, repeats: int, rehearse: bool = False
 ) -> dict[str, list[float]]:
-    """Wall-clock seconds of each contender, interleaved after one warm-up each.
+    """Wall-clock seconds of each contender after a warm-up, interleaved: a machine that grows busier is slower for all.
 
-    Interleaved, so that a machine that grows slower or busier meanwhile is slower for all. On an accelerator a call
-    must wait for its own result. `rehearse` calls each once, untimed, before every timed call: for contenders that hand
-    gigabytes back to the system, which the next one's time would include.
-
-    Example:
-        >>> calls = []
-        >>> found = seconds({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=2)
-        >>> "".join(calls), len(found["a"])
-        ('ababab', 2)
+    On an accelerator a call must wait for its own result. `rehearse` calls each once, untimed, before every timed call:
+    for contenders that hand gigabytes back to the system, which the next one's time would include.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")

@@ -22,18 +22,8 @@ _OF_MONOMIALS = ("TensorPolynomial", "Taylor", "Expansion")
 def describe(feature_map: FeatureMap) -> dict[str, Any]:
     """A map as a record {"name": …, "options": {…}} of plain JSON values, with the record of an inner map among them.
 
-        rebuild(describe(m)) with m's state_dict is m: the same `repr`, `fingerprint`, queries and keys, to the bit
-
     Options that the map holds as tensors (its seed, means, centres, landmarks, moments) are left out, fitted or not:
-    they are in `state_dict`, with the draws and the learned weights. Raises ValueError if the map, or one inside it, is
-    of a class that is not the library's own.
-
-    Example:
-        >>> from linattn.feature_maps import Centred, Taylor
-        >>> describe(Taylor(4, order=1, scale=0.5))
-        {'name': 'Taylor', 'options': {'head_dim': 4, 'order': 1, 'scale': 0.5}}
-        >>> describe(Centred(Taylor(4)))["options"]["inner"]["name"]
-        'Taylor'
+    they are in `state_dict`, with the draws and the learned weights.
     """
     kind = type(feature_map)
     if _KINDS.get(kind.__name__) is not kind:
@@ -54,15 +44,7 @@ def describe(feature_map: FeatureMap) -> dict[str, Any]:
 
 
 def rebuild(record: Any) -> FeatureMap:
-    """The map of a record of `describe`, as its constructor leaves it: random maps are drawn from seed 0.
-
-    `load_state_dict` gives it its tensors. Raises ValueError if it is no such record, names no map of the library, asks
-    for sizes beyond any model's, the constructor refuses its options, or one is missing, for which a default would do.
-
-    Example:
-        >>> rebuild({"name": "Taylor", "options": {"head_dim": 4, "order": 1, "scale": 0.5}})
-        Taylor(head_dim=4, order=1, scale=0.5)
-    """
+    """The map of a record of `describe` as constructed: random ones drawn from seed 0, until `load_state_dict`."""
     if not isinstance(record, dict) or set(record) != {"name", "options"} or not isinstance(record["options"], dict):
         raise ValueError(f"a feature map's record has a name and options, got {record!r}")
     name = record["name"]
@@ -84,15 +66,7 @@ def rebuild(record: Any) -> FeatureMap:
 
 
 def check_size(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse a map that would hold more than 2**27 numbers, before it is built: a file may say anything.
-
-    `options` are those of the constructor, head_dim among them; what is no number is for the constructor to check.
-
-    Example:
-        >>> check_size("FavorPlus", {"head_dim": 64, "num_features": 10**9})
-        Traceback (most recent call last):
-        ValueError: FavorPlus would hold more than 134217728 numbers with head_dim 64 and num_features 1000000000
-    """
+    """Refuse a map that would hold more than 2**27 numbers, before it is built: a file may say anything."""
     counts = {name: value for name, value in options.items() if type(value) is int and name != "seed"}
     if max(counts.values(), default=0) > _MOST_NUMBERS or _log_size(name, counts) > math.log(_MOST_NUMBERS):
         named = " and ".join(f"{option} {value}" for option, value in counts.items())

@@ -51,15 +51,7 @@ class MapSpec:
     ) -> FeatureMap:
         """The map, not yet fitted; a learned one is untrained and frozen, since it is built to be measured.
 
-        `num_features`, `scale`, `seed` and `num_heads` go to maps that take them; a `scale` among the options has
-        precedence. Without `num_heads` all heads share one draw and one set of weights.
-
-        Raises ValueError if `num_features` is given to a map of fixed width or missing for another, or the constructor
-        refuses its arguments; TypeError if the map cannot be wrapped so.
-
-        Example:
-            >>> parse_map("taylor(order=1)").build(4, num_features=None, scale=0.5, seed=0).num_features
-            5
+        A `scale` among the options has precedence. Without `num_heads` all heads share one draw and one set of weights.
         """
         if self.takes_features != (num_features is not None):
             wanted = "needs a number of features" if self.takes_features else "has a width of its own"
@@ -80,15 +72,7 @@ class MapSpec:
 
 
 def parse_map(text: str) -> MapSpec:
-    """Read a map's written form: a name, a name with literal keyword options, or either inside wrappers.
-
-    Names may be written in any case; options are read as literals and never evaluated. Raises ValueError if the text is
-    no such form, the name is unknown, or an option is unknown or set by the audit.
-
-    Example:
-        >>> parse_map("centred(hyperbolic(lengths='fixed'))").label
-        "Centred(Hyperbolic(lengths='fixed'))"
-    """
+    """Read a map's written form: a name in any case, alone or with options as literals, or either inside wrappers."""
     try:
         node = ast.parse(text.strip(), mode="eval").body
     except SyntaxError:

@@ -10,17 +10,7 @@ from torch import Tensor
 
 
 def relative_error(approximation: Tensor, exact: Tensor) -> Tensor:
-    """Relative Frobenius error of each head's output: (B, H, L, Dv) twice -> (H,) float64.
-
-        ‖Ŷ − Y‖_F / ‖Y‖_F, over batch, tokens and channels; inf for a head whose Ŷ is not finite everywhere
-
-    Raises ValueError if the shapes differ, or a head's exact output is zero everywhere.
-
-    Example:
-        >>> exact = torch.tensor([[[[3.0, 4.0]]]])
-        >>> relative_error(torch.tensor([[[[3.0, 3.0]]]]), exact).tolist()
-        [0.2]
-    """
+    """‖Ŷ − Y‖_F / ‖Y‖_F of each head: (B, H, L, Dv) twice -> (H,) float64; inf where Ŷ is not finite everywhere."""
     if approximation.shape != exact.shape:
         raise ValueError(f"shapes differ: {tuple(approximation.shape)} against {tuple(exact.shape)}; give equal shapes")
     approximation, exact = approximation.double(), exact.double()
@@ -43,15 +33,7 @@ def uniform_average(
 ) -> Tensor:
     """The mean of the values that a query may attend to: (B, Hkv, Lk, Dv) -> (B, H, Lq, Dv) in the dtype of `value`.
 
-        out_i = Σ_{j visible to i} v_j / #{j visible to i};   0 where a query may attend to no key
-
-    Causal queries are aligned bottom-right: query i may attend to the keys j ≤ i + Lk − Lq. Raises ValueError if
-    `num_heads` is not a multiple of Hkv, or causal queries outnumber the keys.
-
-    Example:
-        >>> v = torch.tensor([[[[2.0], [4.0], [9.0]]]])
-        >>> uniform_average(v, num_heads=1, num_queries=3, is_causal=True).flatten().tolist()
-        [2.0, 3.0, 5.0]
+    Causal queries are aligned bottom-right; a query that may attend to no key gets 0.
     """
     num_keys = value.shape[2]
     if num_heads % value.shape[1]:
@@ -73,35 +55,14 @@ def uniform_average(
 
 
 def visible_keys(query_index: Tensor, *, num_queries: int, num_keys: int, is_causal: bool) -> Tensor:
-    """Which keys each of n chosen queries may attend to, (n, Lk) bool: all, or causally those j ≤ i + Lk − Lq.
-
-    Example:
-        >>> visible_keys(torch.tensor([0, 1]), num_queries=2, num_keys=3, is_causal=True).int().tolist()
-        [[1, 1, 0], [1, 1, 1]]
-    """
+    """Which keys each of n chosen queries may attend to, (n, Lk) bool: all, or causally those j ≤ i + Lk − Lq."""
     keys = torch.arange(num_keys, device=query_index.device)
     last = query_index + (num_keys - num_queries if is_causal else num_keys)
     return keys <= last.unsqueeze(-1)
 
 
 def softmax_log_rows(query: Tensor, key: Tensor, visible: Tensor, *, scale: float) -> Tensor:
-    """Logarithms of the exact attention weights of chosen queries, (B, H, n, Lk) float64, −inf where not visible.
-
-        ln p_ij = scale · q_i·k_j − ln Σ_j' exp(scale · q_i·k_j')
-
-    Args:
-        query: (B, H, n, D), the chosen queries.
-        key: (B, Hkv, Lk, D).
-        visible: (n, Lk) bool, at least one True per row.
-        scale: factor of q·k.
-
-    Example:
-        >>> zero = torch.zeros(1, 1, 2, 4)
-        >>> softmax_log_rows(zero, zero, torch.ones(2, 2, dtype=torch.bool), scale=1.0).exp().flatten().tolist()
-        [0.5, 0.5, 0.5, 0.5]
-
-    Source: arXiv 1706.03762, equation 1.
-    """
+    """ln p of chosen queries (B, H, n, D) over keys (B, Hkv, Lk, D), (B, H, n, Lk) float64; -inf where not visible."""
     keys = key.double().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     logits = scale * (query.double() @ keys.mT)
     return logits.masked_fill(~visible, -torch.inf).log_softmax(dim=-1)

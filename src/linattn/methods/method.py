@@ -58,15 +58,7 @@ class Method:
     def build_map(
         self, head_dim: int, *, num_features: int | None, scale: float, seed: int, num_heads: int | None = None
     ) -> FeatureMap:
-        """The map, not yet fitted, from `MapSpec.build`.
-
-        Raises ValueError if the method has no map, its weights cannot share a normaliser with a window, or as
-        `MapSpec.build`.
-
-        Example:
-            >>> parse_method("Taylor(order=2)").build_map(4, num_features=None, scale=0.5, seed=0).num_features
-            15
-        """
+        """The map, not yet fitted, from `MapSpec.build`; refused where a window cannot share its normaliser."""
         if self.map is None:
             raise ValueError(f"{self.label} has no map; give a method with one, as FavorPlus")
         feature_map = self.map.build(head_dim, num_features=num_features, scale=scale, seed=seed, num_heads=num_heads)
@@ -80,12 +72,7 @@ class Method:
     def build_kernel(
         self, head_dim: int, *, num_features: int | None, scale: float, seed: int, num_heads: int | None = None
     ) -> FeatureMap | MergedKV:
-        """The map of `build_map`, or the merged keys, which have no features.
-
-        Example:
-            >>> parse_method("merged 8").build_kernel(4, num_features=None, scale=0.5, seed=0)
-            MergedKV(window=None, num_merged=8, bits=None, num_sinks=4, coded=())
-        """
+        """The map of `build_map`, or the merged keys, which have no features."""
         if self.merged is None:
             return self.build_map(head_dim, num_features=num_features, scale=scale, seed=seed, num_heads=num_heads)
         if num_features is not None:
@@ -94,17 +81,7 @@ class Method:
 
 
 def parse_method(text: str) -> Method:
-    """Read a method's written form: that of a map, with "+ window W" or without, or that of merged keys.
-
-    Raises ValueError if the map's part is no map (`parse_map` says why), another part is no window, the window is no
-    power of two beside a map, or keys are merged beside a map, which leaves none to it.
-
-    Example:
-        >>> parse_method("expansion(num_centres=4)+window 16").label
-        'Expansion(num_centres=4) + window 16'
-        >>> parse_method("merged 128 + Window 32").label
-        'window 32 + merged 128'
-    """
+    """Read a method's written form: that of a map, with "+ window W" or without, or that of merged keys."""
     parts = [part.strip() for part in _PLUS.split(text)]
     if any(_word(part) == "heavy" for part in parts):
         raise ValueError(f"{text!r}: {HEAVY_KEYS_REMOVED}")
@@ -148,10 +125,5 @@ def _word(part: str) -> str:
 
 
 def together(labels: Sequence[str]) -> str:
-    """Written forms of layers, in order; one where all are alike.
-
-    Example:
-        >>> together(["merged 8", "merged 8"]), together(["merged 8", "merged 4"])
-        ('merged 8', 'merged 8; merged 4')
-    """
+    """Written forms of layers, in order; one where all are alike."""
     return "; ".join(labels if len(set(labels)) > 1 else labels[:1])

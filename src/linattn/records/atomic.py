@@ -19,10 +19,7 @@ _MOST_CHARACTERS = 40
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[TextIO]:
-    """A text file that appears under its name only when the block ends well, in place of an earlier one in one step.
-
-    Source: POSIX rename(2).
-    """
+    """A text file that appears under its name only when the block ends well, in place of an earlier one: rename(2)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _beside(path)
     try:
@@ -39,10 +36,7 @@ def atomic_file(path: Path) -> Iterator[TextIO]:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """A folder that appears under its name, with all its files, only when the block ends well.
-
-    FileExistsError if there is a file of that name, or a folder that is not empty. Source: POSIX rename(2).
-    """
+    """A folder that appears under its name, with all its files, only when the block ends well: rename(2)."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not an empty folder; give a new folder, or remove it first")
     folder.parent.mkdir(parents=True, exist_ok=True)

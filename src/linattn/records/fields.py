@@ -49,11 +49,10 @@ class Reading:
     finite: bool = True
 
     def record(self, kind: type[T], values: Any) -> T:
-        """The record of a dataclass or NamedTuple from what JSON held, records in records included.
+        """The record of a dataclass or NamedTuple from what JSON held, records within it included, all checked.
 
-        Every field is there, none surplus, each of its type, and within the bounds that it is `Annotated` with; fields
-        of type Any are taken as they are, and those with a default may be missing, as in files of earlier versions.
-        ValueError names the place, the field, what was got and what was wanted.
+        A field may be `Annotated` with bounds; one of type Any is taken as it is; one with a default may be missing, as
+        in files of earlier versions.
         """
         try:
             # From JSON, where a list may be a tuple and an object a record, and nothing else is converted.

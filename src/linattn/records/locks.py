@@ -24,10 +24,9 @@ class InUseError(OSError):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder for as long as the block lasts; no other process, and no other thread, can hold it meanwhile.
+    """Hold a folder for as long as the block lasts, alone; a thread that holds it may hold it again.
 
-    The lock is the operating system's (flock(2)) and ends with its process, killed or not. A thread that holds a folder
-    may hold it again. A folder in which nothing is left at the end is removed. An OSError says why it cannot be held.
+    The lock is the operating system's (flock(2)) and ends with its process, killed or not.
     """
     folder = folder.absolute()
     missing = [parent for parent in folder.parents if not os.path.exists(parent)]  # False also where one may not look

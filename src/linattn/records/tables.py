@@ -14,16 +14,7 @@ class Table:
     baselines: int = 0  # how many of the first rows are baselines, set apart from the others
 
     def markdown(self) -> str:
-        """The table as Markdown, the first column to the left and the others to the right.
-
-        Example:
-            >>> print(Table(("a", "b"), (("x", "1"),)).markdown())
-            | a | b |
-            |---|---:|
-            | x | 1 |
-
-        Source: GitHub Flavored Markdown, "Tables".
-        """
+        """The table as Markdown, the first column to the left and the others to the right."""
         head = f"| {' | '.join(self.columns)} |"
         rule = f"|---|{'---:|' * (len(self.columns) - 1)}"
         return "\n".join([head, rule, *(f"| {' | '.join(row)} |" for row in self.rows)])

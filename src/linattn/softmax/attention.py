@@ -122,10 +122,7 @@ def softmax_partial(
 
 
 def softmax_rows(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Partial:
-    """Rows (..., n, Dv) of queries (..., n, D) over keys (..., K, D) and values (..., K, Dv), in at least float32.
-
-    `bias` is added to the logits. Rows whose biases are all -inf are 0, with log-normaliser -inf.
-    """
+    """Rows (..., n, Dv) over keys (..., K, D) and values, in at least float32; 0 where every bias is -inf."""
     dtype = accumulation_dtype(query.dtype)
     logits = (query.to(dtype) * scale) @ key.to(dtype).mT
     weights, peak = exponentials(logits if bias is None else logits + bias)

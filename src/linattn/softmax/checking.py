@@ -209,10 +209,7 @@ def check_tokens(
     *,
     is_wide: bool = False,
 ) -> None:
-    """Refuse what is no tokens of sizes (B, H, D, Dv), at most so many, with biases of a dtype.
-
-    Keys and values are in a dtype beside that of biases, or where they are wide in the same.
-    """
+    """Refuse what is no tokens of sizes (B, H, D, Dv), at most so many; biases have this dtype, as all have if wide."""
     check_kind(Tokens, name, tokens, remedy)
     assert isinstance(tokens, Tokens)
     (batch, heads, *widths), held = sizes, tokens.key

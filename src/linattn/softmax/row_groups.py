@@ -41,10 +41,7 @@ K = TypeVar("K", bound=StreamKeys)
 
 @dataclass(frozen=True, eq=False)
 class RowGroups(Generic[K]):
-    """The keys of each group of rows whose first live token is the same one.
-
-    The blocks of a group are counted from that token. Rows that have had none yet have no recent keys.
-    """
+    """The keys of each group of rows whose first live token is the same one, from which their blocks are counted."""
 
     rows: tuple[tuple[int, ...], ...]  # of each group, numbers in the batch
     keys: tuple[K, ...]  # of each group, its rows in this order
@@ -175,10 +172,7 @@ def attend_by_groups(
 
 
 def turned(call: Call, attend: Callable[[Call], tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    """`attend` on rows turned so that they begin with their first live token, its results turned back.
-
-    Causally the queries before that token see no key.
-    """
+    """`attend` on rows turned so that they begin with their first live token, its results turned back."""
     bias, (num_queries, length) = call.bias, (call.query.shape[3], call.key.shape[2])
     if bias is None or length == 0:
         return attend(call)
@@ -196,6 +190,7 @@ def turned(call: Call, attend: Callable[[Call], tuple[Tensor, Tensor | None]]) -
             bias=torch.take_along_dim(bias, there.unsqueeze(1), 2),
         )
     )
+    # Causally the queries before that token see no key.
     blind = (place < first.unsqueeze(-1))[:, None, None, length - num_queries :] & call.is_causal
     back = back[:, None, None, length - num_queries :]
     out = torch.take_along_dim(out, back.unsqueeze(-1), 3).masked_fill(blind.unsqueeze(-1), 0)

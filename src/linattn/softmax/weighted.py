@@ -35,11 +35,7 @@ class Reading(NamedTuple):
 
 
 def read(query: Tensor, tokens: Tokens, scale: float, *, is_causal: bool, with_log: bool) -> Reading:
-    """Rows (B, H, G, n, ·) over weighted keys, causally with the last of both level; 0 where no key is seen.
-
-    torch's kernels tell no log-normaliser, and under torch.func take a bias that gradients follow for a constant: there
-    the weights are formed, O(n·K) memory.
-    """
+    """Rows (B, H, G, n, ·) over weighted keys, causally with the last of both level; 0 where no key is seen."""
     dtype, (groups, number) = tokens.bias.dtype, query.shape[2:4]
     rows = query.flatten(2, 3).to(dtype)
     bias = tokens.bias.unsqueeze(2)
@@ -48,6 +44,7 @@ def read(query: Tensor, tokens: Tokens, scale: float, *, is_causal: bool, with_l
         bias = torch.where(visible, bias, -torch.inf)
         bias = bias.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(2, 3)
     key, value = tokens.key.to(dtype), tokens.value.to(dtype)
+    # torch's kernels tell no log-normaliser, and under torch.func take a bias that gradients follow for a constant.
     if with_log or is_transformed():
         part = softmax_rows(rows, key, value, bias, scale)
         log = part.log_normalizer.unflatten(2, (groups, number)) if with_log else None

@@ -252,10 +252,6 @@ def learning_rate_factor(step: int, share: float) -> float:
 
         min(1, (n + 1)/20) · (0.02 + 0.98·(1 + cos πt)/2)
 
-    Example:
-        >>> learning_rate_factor(19, 0.0), round(learning_rate_factor(19, 1.0), 3)
-        (1.0, 0.02)
-
     Source: Loshchilov and Hutter 2017 (arXiv 1608.03983).
     """
     fall = _LEAST_RATE + (1 - _LEAST_RATE) * (1 + math.cos(math.pi * min(share, 1.0))) / 2
