@@ -14,8 +14,7 @@ import torch
 
 from linattn import MergedKV
 from linattn.kv_cache.budget import RECALLS
-from linattn.records.fields import Reading, to_json
-from linattn.records.json_files import read_record, write_json
+from linattn.records.json_files import Reading, read_record, to_json, write_json
 from linattn_lab.kv_audit.methods import num_unmerged
 from linattn_lab.kv_audit.names import BOUNDED, FULL
 from linattn_lab.report.memory.summary import MemoryLine, MemorySummary, summarise_memory

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import kl_div
 
-from linattn.convert.losses import distillation, row_divergence, squared_relative_error
+from linattn.convert.distilling import distillation, squared_relative_error
+from linattn.convert.transfer import row_divergence
 
 LIVE = torch.tensor([[True, True, False, True], [False, True, True, True]])
 

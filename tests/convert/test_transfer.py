@@ -7,12 +7,11 @@ import torch
 from torch.nn.functional import kl_div
 
 from linattn.convert import predictions
-from linattn.convert.distilling import distil, teacher_outputs
-from linattn.convert.losses import distillation, row_divergence
+from linattn.convert.distilling import distil, distillation, teacher_outputs
 from linattn.convert.predictions import token_divergence
 from linattn.convert.running import own_texts, run
 from linattn.convert.samples import from_batches
-from linattn.convert.transfer import build_maps, record, transfer
+from linattn.convert.transfer import build_maps, record, row_divergence, transfer
 from linattn.hf import linearize_, restore_
 from linattn.methods.measures import softmax_log_rows
 from linattn.methods.method import parse_method

@@ -23,9 +23,7 @@ FAULTS = (
         "first = wide.cumsum(-1).int()",
         LAWS,
     ),
-    Fault(
-        "give all blocks the same bits", FRAMES, "weight = power * deviation", "weight = 0 * power * deviation", LAWS
-    ),
+    Fault("give all blocks the same bits", FRAMES, "pad(power * deviation", "pad(0 * power * deviation", LAWS),
     Fault(
         "leave coordinates in their order",
         FRAMES,

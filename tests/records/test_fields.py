@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import pytest
 from annotated_types import Ge
 
-from linattn.records.fields import Reading, to_json
-from linattn.records.json_files import read_json, read_record, write_json
+from linattn.records.json_files import Reading, read_json, read_record, to_json, write_json
 
 
 class Egg(NamedTuple):

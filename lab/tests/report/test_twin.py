@@ -10,7 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
-from linattn.records.fields import Reading
+from linattn.records.json_files import Reading
 from linattn_lab.report import Report, Twin, report_schema, write_report
 from linattn_lab.report.audit.summary import summarise_audit
 

@@ -54,7 +54,6 @@ def subcommands() -> dict[str, Subcommand]:
 # Sizes, counts and seeds are below; torch takes no integers beyond.
 MOST = 2**63 - 1
 
-
 ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError, MemoryError)
 """What ends a subcommand with a message; every other exception is a fault of its own and shows where it is."""
 

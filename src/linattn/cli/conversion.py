@@ -16,8 +16,7 @@ from linattn.convert import Conversion, ConvertConfig, convert_
 from linattn.convert.card import kept_in_words, kept_layers, layer_table, model_card, speed_in_words, stage_table
 from linattn.hf import LoadedModel, load, save_pretrained
 from linattn.hf.loading import is_sentence_transformer
-from linattn.records.fields import to_json
-from linattn.records.json_files import write_json
+from linattn.records.json_files import to_json, write_json
 from linattn.training import launched
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice, pairwise
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 from rich.console import Console
@@ -27,9 +27,6 @@ from linattn.hf import (
     stream_tokens,
 )
 from linattn.hf.streaming import IncrementalDecoder, end_tokens
-
-Drawing = Callable[..., Iterator[Tensor]]
-"""`stream_tokens` with all but the prompt and whom to notify."""
 
 
 def generation(
@@ -54,12 +51,8 @@ def generation(
             raise ValueError("the prompt gives no token; give a text")
         cache = new_cache(loaded.model) if keeping is None else keeping.cache(loaded.model)
         _check_length(loaded.model, tokens.shape[1] + num_tokens)
-        draws: dict[str, Any] = {
-            "temperature": temperature,
-            "top_p": top_p,
-            "generator": torch.Generator().manual_seed(seed),
-        }
-        draw = partial(stream_tokens, loaded.model, cache=cache, **draws)
+        draws = torch.Generator().manual_seed(seed)
+        draw = partial(stream_tokens, loaded.model, cache=cache, temperature=temperature, top_p=top_p, generator=draws)
         costs = [] if keeping is None else list(keeping.planned())
         if keeping is not None and keeping.measure:
             seconds, words = _measured(console, loaded.model, tokens, cache)
@@ -111,7 +104,9 @@ def _measured(console: Console, model: PreTrainedModel, tokens: Tensor, cache: C
     return seconds[1], divergence_in_words(bounded, full, seconds[0])
 
 
-def _begun(console: Console, draw: Drawing, unread: Tensor) -> tuple[Tensor, Iterator[Tensor], float]:
+def _begun(
+    console: Console, draw: Callable[..., Iterator[Tensor]], unread: Tensor
+) -> tuple[Tensor, Iterator[Tensor], float]:
     """The first new token, a stream of those after it, and the seconds that the first one took."""
     start = time.perf_counter()
     with _bar(console, "Reading the prompt", unread.shape[1]) as notify:

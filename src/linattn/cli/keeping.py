@@ -1,7 +1,4 @@
-"""Tokens that `linattn generate --budget` keeps and merges, and what that costs, in words.
-
-Letters: n tokens, V vocabulary.
-"""
+"""Tokens that `linattn generate --budget` keeps and merges, and what that costs, in words."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ class Keeping:
 
 
 def last_predictions(model: PreTrainedModel, tokens: Tensor, cache: Cache, notify: Callable[[int], None]) -> Tensor:
-    """Log-probabilities (≤ 64, V) after each of a text's last tokens, all of which the cache takes in."""
+    """Log-probabilities (≤ 64, vocabulary) after each of a text's last tokens, all of which the cache takes in."""
     count = min(_COMPARED, tokens.shape[1])
     before, last = tokens[:, :-count], tokens[:, -count:]
     if before.numel():
@@ -65,7 +62,7 @@ def last_predictions(model: PreTrainedModel, tokens: Tensor, cache: Cache, notif
 
 
 def divergence_in_words(bounded: Tensor, full: Tensor, seconds: float) -> str:
-    """The KL divergence of predictions (n, V) from those of the full cache."""
+    """The KL divergence of predictions (tokens, vocabulary) from those of the full cache."""
     each = kl_div(bounded, full, reduction="none", log_target=True).nan_to_num().sum(-1).double()
     error = f" ± {each.std() / len(each) ** 0.5:.2g}" if len(each) > 1 else ""
     return (

@@ -51,13 +51,11 @@ def _shown(bar: rich.progress.Progress, before: str, words: Callable[[Progress],
     task = bar.add_task(escape(before), total=None)
 
     def notify(name: str, share: float, progress: Progress) -> None:
-        """After a step."""
         bar.update(task, description=escape(f"{name}, {words(progress)}"), total=1.0, completed=share)
         if share == 1.0:
             bar.update(task, description="Measuring", total=None)
 
     def measured(name: str, share: float) -> None:
-        """After a text."""
         bar.update(task, description=escape(f"Measuring: {name}"), total=1.0, completed=share)
 
     return Shown(notify, measured)

@@ -1,4 +1,7 @@
-"""Softmax model -> linear model: calibrate, swap, distil, and say at every stage how wrong it is."""
+"""Softmax model -> linear model: calibrate, swap, distil, and say at every stage how wrong it is.
+
+Letters: B batch, H query heads, L tokens, n of them that are live or chosen, E width of a state, V vocabulary.
+"""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""End-to-end distillation: the whole linear model is distilled against the original's outputs.
+"""End-to-end distillation: the whole linear model against the original's outputs; letters as in convert/__init__.py.
 
 Where its weights and their moments do not fit beside each other, low-rank adapters are trained in their place.
 """
@@ -13,8 +13,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-from linattn.convert.losses import Mean, distillation, itself
-from linattn.convert.predictions import Predictions, sampled_divergence, spread_divergence
+from linattn.convert.predictions import Mean, Predictions, itself, sampled_divergence, spread_divergence
 from linattn.convert.running import Batch, Outputs, mean_loss, mean_of, own_texts, run
 from linattn.convert.samples import Samples
 from linattn.feature_maps import FeatureMap
@@ -30,16 +29,13 @@ _ADAPTER = "conversion"
 # Adapters count twice, as in their authors' code.
 _ALPHA = 2
 
-Weights = tuple[Sequence[nn.Parameter], float]
-"""Parameters, and the largest learning rate of their schedule."""
-
 Compare = Callable[[Predictions, Predictions], Tensor]
 """The divergence of predictions from the original's."""
 
 
 def distil(
     student: nn.Module,
-    weights: Weights,
+    weights: tuple[Sequence[nn.Parameter], float],  # with the largest learning rate of their schedule
     maps: Sequence[FeatureMap],
     teacher: nn.Module,
     samples: Samples,
@@ -47,11 +43,7 @@ def distil(
     seconds: float,
     map_learning_rate: float,
 ) -> Training:
-    """The training of weights, and of the maps' at a rate of their own, against the original's states and predictions.
-
-    Source: Jiao et al. 2020 (arXiv 1909.10351).
-    """
-
+    """The training of weights, and of maps at a rate of their own, against the original's states and predictions."""
     processes = Processes.of_this_run()
 
     def imitate(batch: Batch, theirs: Outputs, compare: Compare, mean: Mean = itself) -> Tensor:
@@ -91,6 +83,35 @@ def distil(
         validate=mean_loss(judged, len(samples.validation), processes),
         budget=Seconds(seconds),
     )
+
+
+def squared_relative_error(student: Tensor, teacher: Tensor, live: Tensor, mean: Mean = itself) -> Tensor:
+    """Σ ‖ŷ - y‖² / Σ ‖y‖² of states (B, L, E) over the tokens that `live` (B, L) does not mark as padding."""
+    y = teacher[live]
+    # By the mean of all processes: the mean of their errors is that of all texts at once.
+    return (student[live] - y).square().sum() / mean(y.square().sum())
+
+
+def distillation(
+    student: Sequence[Tensor],
+    teacher: Sequence[Tensor],
+    live: Tensor,
+    divergence: Tensor | None = None,
+    mean: Mean = itself,
+) -> Tensor:
+    """The loss of end-to-end distillation, of the states (B, L, E) after every layer and the predictions, if any.
+
+        ½ ε(last layer) + ½ mean of ε over the layers  [+ divergence],   ε = `squared_relative_error`
+
+    The layers before the last give every layer a target; the last alone takes several times as many steps.
+
+    Source: Jiao et al. 2020 (arXiv 1909.10351), sections 3.1 and 3.2, states only.
+    """
+    errors = torch.stack(
+        [squared_relative_error(ours, theirs, live, mean) for ours, theirs in zip(student, teacher, strict=True)]
+    )
+    loss = (errors[-1] + errors.mean()) / 2
+    return loss if divergence is None else loss + divergence
 
 
 def teacher_outputs(teacher: nn.Module, batch: Batch) -> Outputs:

@@ -1,24 +1,29 @@
-"""Predictions of a model for each token, made piece by piece: logits of a whole text may be larger than the model.
-
-Letters: n tokens, E width of a state, V vocabulary.
-"""
+"""Predictions of tokens, made piece by piece: all logits may outgrow the model; letters as in convert/__init__.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from linattn.convert.losses import Mean, itself
-
 NONE = -100
 """In place of a token where there is none."""
 
 # Logits made at once: 64 MB in float32; and of how many such pieces a sample is.
 _MOST, _SAMPLED = 2**24, 4
+
+
+Mean = Callable[[Tensor], Tensor]
+"""The mean of a number over all processes, each of which has it of its own texts."""
+
+
+def itself(x: Tensor) -> Tensor:
+    """Return x, the mean over one process."""
+    return x
 
 
 class Predictions(NamedTuple):
@@ -102,20 +107,13 @@ def _weighted_divergences(student: Predictions, teacher: Predictions, weights: T
     """Σ_t w_t·KL_t, piece by piece; logits are made anew for the gradient."""
 
     def of(ours: Tensor, theirs: Tensor, own: Tensor) -> Tensor:
-        """Of a piece."""
         with torch.no_grad():
             log_p = teacher.log_probabilities(theirs, dtype)
         divergences: Tensor = (log_p.exp() * (log_p - student.log_probabilities(ours, dtype))).sum(-1)
         return own.to(divergences) @ divergences
 
-    parts = [
-        checkpoint(
-            *(of, student.states[piece], teacher.states[piece], weights[piece]),
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
-        for piece in student.pieces()
-    ]
+    anew = partial(checkpoint, of, use_reentrant=False, preserve_rng_state=False)
+    parts = [anew(student.states[piece], teacher.states[piece], weights[piece]) for piece in student.pieces()]
     return torch.stack(parts).sum()
 
 

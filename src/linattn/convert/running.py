@@ -1,7 +1,4 @@
-"""Run a model on a batch, the outputs that a conversion compares, and the share of a batch that each process runs.
-
-Letters: B batch, L tokens, E width of a state, V vocabulary, n tokens that are no padding.
-"""
+"""Run a model on a batch, or on the share of one process; letters as in convert/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The texts of a conversion: to calibrate, to train, to choose the best weights, and to audit, held out from all that.
-
-Letters: B batch, L tokens.
-"""
+"""Texts to calibrate, to train, to choose the best weights, and to audit; letters as in convert/__init__.py."""
 
 from __future__ import annotations
 
@@ -47,10 +44,7 @@ def from_texts(
     batch_size: int,
     seed: int,
 ) -> Samples:
-    """Documents of `min_tokens`, or a quarter of `num_tokens`, to `num_tokens` tokens, of whole consecutive paragraphs.
-
-    A paragraph that occurs again is read once, so that nothing held out is trained on.
-    """
+    """Documents of consecutive paragraphs, `min_tokens` (None for a quarter of `num_tokens`) to `num_tokens` long."""
     first, last = _special_tokens(tokenizer)
     room = num_tokens - len(first) - len(last)
     if room < len(_LENGTHS):
@@ -109,6 +103,7 @@ def from_batches(batches: Sequence[Batch], *, seed: int) -> Samples:
 
 def _documents(tokenizer: Tokenizer, texts: Sequence[str], least: int, room: int) -> Iterator[Tensor]:
     """Consecutive documents of the wanted lengths in turn; the rest of a paragraph that is cut is dropped."""
+    # A paragraph that occurs again is read once, so that nothing held out is trained on.
     seen: set[str] = set()
     lengths, tokens = cycle(least + (room - least) * part // 6 for part in _LENGTHS), list[int]()
     size = next(lengths)

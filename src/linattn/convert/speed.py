@@ -1,7 +1,4 @@
-"""Whether a conversion pays: the model's time beside the original's, and its state beside the exact cache.
-
-Letters: L tokens.
-"""
+"""Whether a conversion pays: the model's time beside the original's, its state beside the cache of L exact tokens."""
 
 from __future__ import annotations
 

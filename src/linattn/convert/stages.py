@@ -1,7 +1,4 @@
-"""How wrong a model is at each stage of its conversion: every layer, and the whole model, beside both baselines.
-
-Letters: B batch, H query heads, L tokens, D head width.
-"""
+"""How wrong each stage is, in every layer and as a whole, beside both baselines; letters as in convert/__init__.py."""
 
 from __future__ import annotations
 
@@ -96,7 +93,6 @@ class Stage:
 Exact = Sequence[Outputs] | Mapping[int, Outputs]
 """The original model's outputs by batch; of several processes each needs those of its own share."""
 
-
 Errors = dict[str, list[tuple[Tensor, Tensor]]]
 """Of each kernel, by its layer, its errors (B, H) and those of averaging, a pair for each call."""
 
@@ -136,7 +132,6 @@ def measure_uniform(
     """The original model with these layers, by module name, averaging their values: the baseline of a conversion."""
 
     def answer(call: AttentionCall) -> Tensor:
-        """One layer's."""
         return call.uniform() if call.module_name in layers else call.softmax()
 
     with torch.no_grad(), intercept(model, answer):

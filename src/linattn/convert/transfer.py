@@ -1,7 +1,4 @@
-"""Maps for the layers of a model: fitted to its attention on sample texts, and trained until their rows are its own.
-
-Letters: B batch, H query heads, L tokens, n chosen queries.
-"""
+"""Maps fitted to a model's attention, and trained until their rows are its own; letters as in convert/__init__.py."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from linattn.attention import attention_rows
-from linattn.convert.losses import row_divergence
 from linattn.convert.running import Batch, mean_loss, own_texts, to_device
 from linattn.convert.samples import Samples
 from linattn.feature_maps import FeatureMap, FittedMap
@@ -91,7 +87,6 @@ def transfer(
 ) -> Training:
     """The training of all layers' maps at once, each on its own layer's queries and keys in the original model.
 
-    The loss is Σ over layers of the mean over rows of KL(exact row ‖ the map's, without the exact part beside it).
     Source: Zhang et al. 2024 (arXiv 2402.04347), section 3.
     """
     processes = Processes.of_this_run()
@@ -114,6 +109,16 @@ def transfer(
         validate=mean_loss(lambda number: _loss(maps, layers, kept(number), 0), len(samples.validation), processes),
         budget=Seconds(seconds),
     )
+
+
+def row_divergence(log_exact: Tensor, weights: Tensor) -> Tensor:
+    """Mean of KL(p‖a) over attention rows a (B, H, n, L) beside exact ones, ln p; -inf for keys not attended to."""
+    attended = log_exact > -torch.inf
+    # A weight that underflowed counts as the smallest normal number, and gets no gradient.
+    log_weights = weights.clamp(min=torch.finfo(weights.dtype).tiny).log()
+    # An absent pair is 0, not 0·(-inf): nan would follow it through the gradient.
+    difference = torch.where(attended, log_exact, 0) - torch.where(attended, log_weights, 0)
+    return (log_exact.exp() * difference).sum(-1).mean()
 
 
 def _loss(

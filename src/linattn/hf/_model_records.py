@@ -16,8 +16,7 @@ from linattn.hf.layer_attention import LayerAttention
 from linattn.kv_cache import MergedKV
 from linattn.methods.map_records import describe, rebuild
 from linattn.methods.method import HEAVY_KEYS_REMOVED
-from linattn.records.fields import Reading, to_json
-from linattn.records.json_files import read_record, write_json
+from linattn.records.json_files import Reading, read_record, to_json, write_json
 
 RECORD, TENSORS = "linattn.json", "linattn.safetensors"
 REMEDY = "save the model again, with linattn.hf.save_pretrained"

@@ -45,9 +45,7 @@ def attend_all_merging(
     with_log: bool,
     backend: str = "auto",
 ) -> Reading:
-    """Rows over all keys; per head O(L·(C + S)·D + L·C·Dv + L·r·(C + D + Dv)) time for r axes, with a window
-    O(L·w·(D + Dv)) more.
-    """
+    """Rows over all keys; O(L·(C + S)·D + L·C·Dv + L·r·(C + D + Dv)) time per head, a window's O(L·w·(D + Dv))."""
     key, value = inert(bias, key, value)
     key_bias = query.new_zeros(1, 1, 1, dtype=torch.promote_types(key.dtype, torch.float32)) if bias is None else bias
     tokens = Tokens(key, value, key_bias.expand(key.shape[:3]))

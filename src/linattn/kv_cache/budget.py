@@ -1,7 +1,4 @@
-"""How many merged keys fit into a number of bytes, everything that a stream keeps counted.
-
-Letters: D head width, Dv value width, G query heads of a key/value head.
-"""
+"""How many merged keys fit into bytes, all that a stream keeps counted; letters as in kv_cache/__init__.py."""
 
 from __future__ import annotations
 
@@ -73,10 +70,7 @@ def check_budget(budget: int) -> None:
 def within_budget(
     budget: int, sizes: Sizes, bits: Bits | None = BITS_BY_DEFAULT, near: float | None = None, recall: Recall = "near"
 ) -> MergedKV:
-    """`MergedKV.within`, for a layer of these sizes, whose window with a block takes the share `near` of the bytes.
-
-    None for 8 %, or up to 16 % for 40 keys; beside merged keys in 32 bits for that of 256 keys, half at most.
-    """
+    """`MergedKV.within`, for a layer of these sizes; the window takes the share `near`, None for what is best."""
     check_budget(budget)
     bits = checked_bits(bits)
     if recall not in RECALLS:
@@ -101,7 +95,7 @@ def _near_tiers(bits: Bits) -> tuple[tuple[float, Bits], ...]:
 
 
 def within_bytes(
-    num_bytes: int, sizes: Sizes, near: float, bits: Bits | None, tiers: Sequence[tuple[float, Bits]] = ()
+    num_bytes: int, sizes: Sizes, near: float, bits: Bits | None, tiers: Sequence[tuple[float, Bits]]
 ) -> MergedKV:
     """The most merged keys in so many bytes; tiers, each a share of what the window leaves, go until none is empty."""
     whole = _near_bytes(sizes)

@@ -82,13 +82,11 @@ class CodedTokens(NamedTuple):
         widths = rows.shape[-1] + self.frames.value.order.shape[-1]
         number, numbers = self.bias.shape[2], self.bias.shape[:2].numel() * widths
         size = max(_PIECE // max(numbers, 1), _FEWEST)
-        pieces = (
-            [followed]
-            if followed is not None
-            else (self.cut(start, start + size).decoded() for start in range(0, max(number, 1), size))
-        )
+        cuts = (self.cut(start, start + size).decoded() for start in range(0, max(number, 1), size))
+        pieces: Iterable[Tokens] = cuts if followed is None else [followed]
         parts = (read(rows, piece, scale, is_causal=False, with_log=True).partial() for piece in pieces)
         out, log = combine(*parts)
+        # Relative to the frames logits lack q·μ, the same for all keys, and Σ_s a_s v_s = μ + σ·H(Σ_s a_s ṽ_s).
         out = self.frames.value.outside(out.flatten(2, 3)).unflatten(2, groups)
         return Partial(out, log + scale * (query.to(dtype) * self.frames.key.mean.unsqueeze(2)).sum(-1))
 

@@ -1,7 +1,4 @@
-"""How a KV cache is bounded: the sinks, the window, the merged keys, their bits; and how that is written.
-
-Letters: w tokens of the window, b tokens of a block, C merged keys, D head width, Dv value width.
-"""
+"""A KV cache's bounds: sinks, window, merged keys, their bits, and written form; letters as in kv_cache/__init__.py."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
-from linattn.softmax.spelling import did_you_mean
+from linattn.softmax.checking import did_you_mean
 
 # Blocks at whose beginnings a stream merges keys: a window has a few of them, of at least so many tokens.
 _MOST_BLOCKS, _BLOCK = 4, 64
@@ -27,7 +24,6 @@ _PART = re.compile(rf"(?:([a-z]+)\s+)?(0|[1-9][0-9]*)(?:\s+in\s+{_BITS}\s+bits)?
 BITS = tuple(half / 2 for half in range(4, 17))
 """Bits that numbers may be quantized to, in the mean of a row: from 2 to 8 in halves."""
 _SINKS_BY_DEFAULT = 4
-
 
 Bits = float | tuple[float, float]
 """Bits of a number, or of keys' and of values'."""

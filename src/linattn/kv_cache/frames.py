@@ -23,8 +23,6 @@ from linattn.softmax.tokens import Tokens
 _LEAST = 2**-5
 # Steps of a weight's logarithm to base 2 by which coordinates are sorted: rounding alone puts none before another.
 _STEPS = 4
-
-
 # A Hadamard matrix, Sylvester's, whose corners are those of smaller sizes.
 _SIGNS = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(WIDEST)] for i in range(WIDEST)], device="cpu")
 
@@ -57,11 +55,11 @@ class Frame(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, there: Tensor, bits: float, power: Tensor | None = None) -> Self:
-        """Of those rows that are there (B, H, n), in so many bits a number in the mean; of a half the first have more.
+        """Of those rows that are there (B, H, n), in so many bits a number in the mean.
 
-        Where the mean squares of queries (B, H, W) are given, an error e_c in a coordinate moves logits by q_c·e_c:
-        coordinates are sorted by w_c = E[q_c²]·σ_c², and the blocks' bits minimise Σ w_c·distortion(bits_c). Else bits
-        are equal.
+        By mean squares of queries (B, H, W), since an error e_c moves logits by q_c·e_c, coordinates are sorted by
+        w_c = E[q_c²]·σ_c², and the blocks' bits minimise Σ w_c·distortion(bits_c). Else bits are equal; of a half the
+        first blocks have one more.
         """
         share = (there.to(x.dtype) / there.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(2)
         mean = share @ x
@@ -71,14 +69,12 @@ class Frame(NamedTuple):
         # Of rows that are all alike the deviation says nothing of what others have.
         deviation = torch.where(deviation == 0, mean.square().mean(-1, keepdim=True), deviation).sqrt()
         deviation = torch.where(deviation == 0, 1, deviation)
-        layout, weight = Layout.of(x.shape[-1]), torch.ones_like(mean).squeeze(2)
-        if power is not None:
-            weight = power * deviation.squeeze(2).square()
-        weight = torch.nn.functional.pad(weight, (0, layout.size - x.shape[-1]))
+        layout = Layout.of(x.shape[-1])
         if power is None:
-            order = torch.arange(layout.size, device=x.device).expand(weight.shape)
-            blocks = weight.new_ones(*weight.shape[:2], layout.number)
+            order = torch.arange(layout.size, device=x.device).expand(*x.shape[:2], -1)
+            blocks = x.new_ones(*x.shape[:2], layout.number)
         else:
+            weight = torch.nn.functional.pad(power * deviation.squeeze(2).square(), (0, layout.size - x.shape[-1]))
             order = (_STEPS * weight.log2()).round().argsort(dim=-1, descending=True, stable=True)
             blocks = weight.gather(-1, order).unflatten(-1, (layout.number, layout.block)).mean(-1)
         return cls(mean, deviation, order.to(torch.int16), allocated(blocks, layout.spent(bits)))

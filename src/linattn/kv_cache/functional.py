@@ -6,6 +6,7 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -271,15 +272,12 @@ def _continued(
 ) -> tuple[Reading, Kept]:
     """Causal rows whose blocks are counted from each row's first live token, and what is kept after all keys."""
 
-    def nothing() -> MergedKeys:
-        """Keys of a stream before its first token."""
-        return MergedKeys.empty(config, tokens.key, tokens.value)
-
     def attend(call: _GroupedTokens, sums: Sequence[Tensor], before: MergedKeys) -> Streamed[MergedKeys]:
         """Rows that begin at the same token."""
         rows, after = attend_causal_merging(*call[:4], before, call.scale, with_log=with_log, backend=backend)
         return Streamed(*rows, sums, after)
 
+    nothing = partial(MergedKeys.empty, config, tokens.key, tokens.value)
     with outside_autocast(tokens.query.device):
         out, log, _, after = attend_by_groups(tokens, (), keys, nothing, attend)
     return Reading(out, log), after

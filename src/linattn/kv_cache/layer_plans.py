@@ -11,8 +11,7 @@ from annotated_types import Ge
 
 from linattn.kv_cache.budget import NEAR
 from linattn.kv_cache.config import MergedKV
-from linattn.records.fields import Reading, to_json
-from linattn.records.json_files import read_record, write_json
+from linattn.records.json_files import Reading, read_record, to_json, write_json
 
 PLAIN = "sinks + window"
 FEW_BITS = (8, 4)
@@ -85,25 +84,17 @@ def _read(reading: Reading, values: Any) -> MemoryPlan:
     plan = reading.record(MemoryPlan, values)
     for trial in (TrialRecord(plan.choices, plan.budgets, plan.kl), *plan.trials):
         if not plan.layers or not len(plan.layers) == len(trial.choices) == len(trial.budgets):
-            raise ValueError(
-                f"{reading.place}: choices and budgets must be one for each layer of {plan.layers}, got "
-                f"{trial.choices} and {trial.budgets}; {reading.remedy}"
-            )
+            got = f"{trial.choices} and {trial.budgets}"
+            reading.refuse(f"choices and budgets must be one for each layer of {plan.layers}, got {got}")
         if not set(trial.choices) <= set(CHOICES):
-            raise ValueError(
-                f"{reading.place}: choices must be among {', '.join(CHOICES)}, got {trial.choices}; {reading.remedy}"
-            )
+            reading.refuse(f"choices must be among {', '.join(CHOICES)}, got {trial.choices}")
     if len(plan.labels) != len(plan.layers):
-        raise ValueError(
-            f"{reading.place}: labels must be one for each layer of {plan.layers}, got {plan.labels}; {reading.remedy}"
-        )
+        reading.refuse(f"labels must be one for each layer of {plan.layers}, got {plan.labels}")
     try:
         for label in {label for label, choice in zip(plan.labels, plan.choices, strict=True) if choice != PLAIN}:
             MergedKV.parse(label)
     except ValueError as error:
-        raise ValueError(f"{reading.place}: labels: {error}; {reading.remedy}") from None
+        reading.refuse(f"labels: {error}")
     if plan.layers[0] < 0 or plan.layers != sorted(set(plan.layers)):
-        raise ValueError(
-            f"{reading.place}: layers must be different numbers in ascending order, got {plan.layers}; {reading.remedy}"
-        )
+        reading.refuse(f"layers must be different numbers in ascending order, got {plan.layers}")
     return plan

@@ -23,10 +23,7 @@ class Reduced(NamedTuple):
 
 
 def reduced(tokens: Tokens, sample: QuerySample, num_merged: int, num_newest: int = 0) -> Reduced:
-    """At most `num_merged` weighted keys in place of these (B, H, n, ·), as `MergedKV` says, `num_newest` stay last.
-
-    O(n²·(D + Dv) + n·S·D); differentiable in all but the choice of what is merged.
-    """
+    """At most `num_merged` weighted keys in place of n (B, H, n, ·), the last `num_newest` unmerged; O(n²·(D + Dv))."""
     if tokens.bias.shape[2] <= num_merged:
         return Reduced(tokens, torch.arange(tokens.bias.shape[2], device=tokens.bias.device).expand(tokens.bias.shape))
     attended = sample.attends(tokens)

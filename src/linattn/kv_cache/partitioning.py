@@ -45,7 +45,7 @@ def partition(point: Tensor, log_mass: Tensor, num_clusters: int, num_rounds: in
 
 
 def seeds(log_mass: Tensor, num_heaviest: int, num_seeds: int) -> tuple[Tensor, Tensor]:
-    """Some keys (..., n) by number: the heaviest, and others by roots of masses; the log masses that they stand for."""
+    """Numbers (..., num_seeds) of the heaviest keys and others by roots of masses (..., n), and log masses for them."""
     shape, logs = log_mass.shape[:-1], log_mass.flatten(0, -2)
     mass = relative(logs)
     most = mass.topk(num_seeds)

@@ -1,7 +1,4 @@
-"""The state of a stream with merged keys.
-
-Letters: B batch, H key/value heads, L tokens, n tokens kept, D head width, Dv value width.
-"""
+"""The state of a stream with merged keys, n tokens kept; letters as in kv_cache/__init__.py."""
 
 from __future__ import annotations
 

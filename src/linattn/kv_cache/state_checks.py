@@ -1,8 +1,6 @@
-"""Refuse states whose tensors do not belong together: compiled code would trust what a file or a hand put there.
+"""Refuse tensors of states that do not fit, which compiled code would trust; letters as in kv_cache/__init__.py.
 
 Shapes, dtypes and devices alone are compared, since every token of a stream passes here.
-
-Letters: B batch, H key/value heads, n tokens, D head width, Dv value width, S sampled queries.
 """
 
 from __future__ import annotations

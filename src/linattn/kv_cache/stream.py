@@ -29,10 +29,7 @@ def attend_causal_merging(
     with_log: bool,
     backend: str = "auto",
 ) -> tuple[Reading, MergedKeys]:
-    """Causal rows over earlier keys and these, w keys of a window in blocks of b tokens, and the KV cache after all.
-
-    O(L·(C + w + b)·(D + Dv) + L/(b + s)·(C + b)²·(D + Dv)) per head, for s more keys merged than must be.
-    """
+    """Causal rows over earlier keys and these, w keys of a window in blocks of b tokens, and the KV cache after all."""
     key, value = inert(bias, key, value)
     biases = before.recent.bias.new_zeros(1, 1, key.shape[2]) if bias is None else bias
     tokens, config = before.recent.then(Tokens(key, value, biases.expand(key.shape[:3]))), before.config
@@ -52,7 +49,7 @@ def attend_causal_merging(
 
 
 def stream_in_torch(
-    stream: Stream, scale: float, *, with_log: bool, in_compiled_code: bool = False
+    stream: Stream, scale: float, *, with_log: bool, in_compiled_code: bool
 ) -> tuple[Reading, MergedKeys]:
     """All blocks, one after the other, without the recent keys; differentiable but in compiled code."""
     query, tokens, before, first, parts = stream.query, stream.tokens, stream.before, stream.first, []

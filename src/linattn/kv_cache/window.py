@@ -62,10 +62,8 @@ def read_beside_neighbours(
     *,
     with_log: bool,
 ) -> Reading:
-    """Rows over their own block of keys and both neighbours as they are, and over what they leave of the clusters.
-
-    One softmax: of Σ_c exp(q·k_c + β_c)·v_c + Σ_near (exp(q·k_j) - s_j·exp(q·k_c(j) + β_c(j)))·v_j.
-    """
+    """Rows over their own block of keys and both neighbours as they are, and over what they leave of the clusters."""
+    # One softmax: of Σ_c exp(q·k_c + β_c)·v_c + Σ_near (exp(q·k_j) - s_j·exp(q·k_c(j) + β_c(j)))·v_j.
     flat, few = (Tokens(*(x.flatten(0, 1) for x in each)) for each in (tokens, clusters))
     number, share = number.flatten(0, 1), share.flatten(0, 1)
     # In powers of two, of which a CPU takes twice as many in a second as of e.

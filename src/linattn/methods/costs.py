@@ -1,7 +1,4 @@
-"""Costs of attention: numbers kept per head, by a map and by softmax, and seconds, measured.
-
-Letters: L tokens, D head width, Dv value width, R features, M exponents, W window.
-"""
+"""Costs: numbers kept per head, by a map and by softmax, and seconds, measured; letters as in methods/__init__.py."""
 
 from __future__ import annotations
 

@@ -20,11 +20,7 @@ _OF_MONOMIALS = ("TensorPolynomial", "Taylor", "Expansion")
 
 
 def describe(feature_map: FeatureMap) -> dict[str, Any]:
-    """A map as a record {"name": …, "options": {…}} of plain JSON values, with the record of an inner map among them.
-
-    Options that the map holds as tensors (its seed, means, centres, landmarks, moments) are left out, fitted or not:
-    they are in `state_dict`, with the draws and the learned weights.
-    """
+    """A map as a record {"name": …, "options": {…}} of plain JSON values; its tensors are left to `state_dict`."""
     kind = type(feature_map)
     if _KINDS.get(kind.__name__) is not kind:
         raise ValueError(
@@ -32,15 +28,10 @@ def describe(feature_map: FeatureMap) -> dict[str, Any]:
             "to build it again; keep the model as a pickle (torch.save), or keep the map's state_dict and the code "
             "that builds it"
         )
-    options = {name: getattr(feature_map, name) for name in inspect.signature(kind).parameters}
-    return {
-        "name": kind.__name__,
-        "options": {
-            name: describe(value) if isinstance(value, FeatureMap) else value
-            for name, value in options.items()
-            if value is not None and not isinstance(value, Tensor)
-        },
-    }
+    arguments = {name: getattr(feature_map, name) for name in inspect.signature(kind).parameters}
+    plain = {name: value for name, value in arguments.items() if value is not None and not isinstance(value, Tensor)}
+    options = {name: describe(value) if isinstance(value, FeatureMap) else value for name, value in plain.items()}
+    return {"name": kind.__name__, "options": options}
 
 
 def rebuild(record: Any) -> FeatureMap:

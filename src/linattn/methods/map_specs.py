@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from linattn.feature_maps import FEATURE_MAPS, WRAPPERS, FeatureMap
-from linattn.softmax.spelling import did_you_mean
+from linattn.softmax.checking import did_you_mean
 
 # What an audit sets itself, so that draws are comparable between maps, and what it measures with `fit`.
 SET_ELSEWHERE = ("head_dim", "seed", "num_heads", "second_moment", "landmarks")
@@ -49,23 +49,14 @@ class MapSpec:
     def build(
         self, head_dim: int, *, num_features: int | None, scale: float, seed: int, num_heads: int | None = None
     ) -> FeatureMap:
-        """The map, not yet fitted; a learned one is untrained and frozen, since it is built to be measured.
-
-        A `scale` among the options has precedence. Without `num_heads` all heads share one draw and one set of weights.
-        """
+        """The map, not yet fitted; a learned one is untrained and frozen, since it is built to be measured."""
         if self.takes_features != (num_features is not None):
             wanted = "needs a number of features" if self.takes_features else "has a width of its own"
             raise ValueError(f"{self.label} {wanted}, got num_features={num_features}")
-        arguments = dict(self.options)
-        if num_features is not None:
-            arguments["num_features"] = num_features
-        if self.is_random:
-            arguments["seed"] = seed
-        if num_heads is not None and "num_heads" in self._parameters:
-            arguments["num_heads"] = num_heads
-        if "scale" in self._parameters:
-            arguments.setdefault("scale", scale)
-        feature_map = FEATURE_MAPS[self.name](head_dim, **arguments)
+        offered = {"num_features": num_features, "scale": scale, "seed": seed, "num_heads": num_heads}
+        taken = {name: value for name, value in offered.items() if name in self._parameters and value is not None}
+        # A scale among the options has precedence.
+        feature_map = FEATURE_MAPS[self.name](head_dim, **{**taken, **dict(self.options)})
         for wrapper in reversed(self.wrappers):
             feature_map = WRAPPERS[wrapper](feature_map)
         return feature_map.requires_grad_(False)

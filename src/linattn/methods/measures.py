@@ -1,7 +1,4 @@
-"""How far an approximate attention is from the exact one: pure functions, float64 inside, one figure per head.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), n chosen queries, D head width, Dv value width.
-"""
+"""How far an attention is from the exact one: pure, float64, one figure per head; letters as in methods/__init__.py."""
 
 from __future__ import annotations
 
@@ -31,10 +28,7 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
 def uniform_average(
     value: Tensor, *, num_heads: int, num_queries: int, key_mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
-    """The mean of the values that a query may attend to: (B, Hkv, Lk, Dv) -> (B, H, Lq, Dv) in the dtype of `value`.
-
-    Causal queries are aligned bottom-right; a query that may attend to no key gets 0.
-    """
+    """The mean of the values (B, Hkv, Lk, Dv) that a query may attend to, (B, H, Lq, Dv); 0 without any."""
     num_keys = value.shape[2]
     if num_heads % value.shape[1]:
         raise ValueError(f"{num_heads} query heads are no multiple of {value.shape[1]} key/value heads")
@@ -46,6 +40,7 @@ def uniform_average(
         visible = key_mask[:, None, :, None]
         count, values = count * visible, torch.where(visible, values, 0.0)
     if is_causal:
+        # Aligned bottom-right.
         total, count = (x.cumsum(2)[:, :, num_keys - num_queries :] for x in (values, count))
     else:
         total, count = values.sum(2, keepdim=True), count.sum(2, keepdim=True)

@@ -2,8 +2,6 @@
 
 "Expansion(num_centres=16) + window 16" attends through the expansion, except to near keys, which get their softmax
 weights. "window 128 + merged 256" has no map: a window of exact keys, and 256 merged keys for all others.
-
-Letters: D head width, R features.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from linattn.feature_maps import FeatureMap
 from linattn.kv_cache import MergedKV
 from linattn.kv_cache.config import begins_merged
 from linattn.methods.map_specs import MapSpec, parse_map
-from linattn.softmax.spelling import did_you_mean
+from linattn.softmax.checking import did_you_mean
 
 # A plus outside brackets: "scale=1e+2" holds one inside.
 _PLUS = re.compile(r"\+(?![^(]*\))")

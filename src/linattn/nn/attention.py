@@ -32,11 +32,9 @@ class Parts(Protocol):
 
     def num_before(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
         """How many tokens each row has before this part, (B,) int64, masked ones left out."""
-        ...
 
     def attend(self, layer: Attention, heads: Heads) -> Tensor:
         """Attention of this part's queries to the whole sequence: (B, H, L, D)."""
-        ...
 
 
 class Attention(nn.Module, ABC):

@@ -15,10 +15,7 @@ from linattn.nn.streams import Attended, Stream
 
 
 class GatedMLP(nn.Module):
-    """W_down(silu(x W_gate) * x W_up), token by token: (B, L, E) -> (B, L, E).
-
-    Source: Shazeer 2020 (arXiv 2002.05202), equation 6.
-    """
+    """W_down(silu(x W_gate) * x W_up), (B, L, E) -> (B, L, E): Shazeer 2020 (arXiv 2002.05202), equation 6."""
 
     def __init__(
         self, embed_dim: int, hidden_dim: int, *, device: torch.device | str | None, dtype: torch.dtype | None

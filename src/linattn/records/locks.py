@@ -24,12 +24,10 @@ class InUseError(OSError):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder for as long as the block lasts, alone; a thread that holds it may hold it again.
-
-    The lock is the operating system's (flock(2)) and ends with its process, killed or not.
-    """
+    """Hold a folder, alone, for as long as the block lasts; a thread that holds it may hold it again."""
     folder = folder.absolute()
     missing = [parent for parent in folder.parents if not os.path.exists(parent)]  # False also where one may not look
+    # The operating system's, flock(2): it ends with its process, killed or not.
     lock = _acquired(folder)
     try:
         yield

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import NoReturn
 
 import torch
@@ -248,3 +250,10 @@ def refuse_sdpa_options(attn_mask: object, dropout_p: float) -> NoReturn:
         f"dropout_p must be 0, got {dropout_p}; no weights are stored that could be dropped: drop outputs, with "
         "torch.nn.functional.dropout"
     )
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The known word that is nearest to a misspelt one, as an error asks for it; nothing where none is near."""
+    exact = {name.lower(): name for name in known}
+    nearest = get_close_matches(word.lower(), exact, 1)
+    return f", did you mean {exact[nearest[0]]!r}?" if nearest else ""

@@ -25,15 +25,12 @@ class StreamKeys(Protocol):
     @property
     def recent(self) -> Tokens:
         """The latest tokens."""
-        ...
 
     def tokens(self) -> Tokens:
         """All of them."""
-        ...
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Apply a change to every tensor."""
-        ...
 
 
 K = TypeVar("K", bound=StreamKeys)
@@ -83,7 +80,7 @@ def has_begun(keys: StreamKeys) -> bool:
 
 def rows_of(keys: K, places: Sequence[int]) -> K:
     """Some rows of what a stream keeps."""
-    index = torch.tensor(places, dtype=torch.int64, device=keys.recent.bias.device)
+    index = _index(places, keys.recent.bias)
     return keys.each(lambda x: x.index_select(0, index))
 
 
@@ -214,7 +211,7 @@ def _groups(call: Call, keys: K | RowGroups[K] | None, nothing: Callable[[], K])
         if has_begun(group_keys):
             groups.append(_Group(rows, 0, group_keys))
         else:
-            groups += _beginning(rows, group_keys, _starts(bias, num_rows, length))
+            groups += _beginning(rows, group_keys, _starts(bias, num_rows))
     if len(groups) == 1 and groups[0].first == 0 < length:
         # As many rows as there are, in their order.
         return groups[0].keys
@@ -234,7 +231,7 @@ def _beginning(rows: tuple[int, ...], keys: K, starts: list[int]) -> list[_Group
     ]
 
 
-def _starts(bias: Tensor | None, num_rows: int, length: int) -> list[int]:
+def _starts(bias: Tensor | None, num_rows: int) -> list[int]:
     """How many tokens are before each row's first live one; none where the mask has no values to look at."""
     if bias is None or not has_values(bias):
         return [0] * num_rows
@@ -275,6 +272,6 @@ def _together(num_queries: int, rows: list[tuple[int, ...]], parts: Sequence[Str
     return Streamed(out, log, sums, RowGroups.joined(list(zip(rows, keys, strict=True))))
 
 
-def _index(rows: tuple[int, ...], like: Tensor) -> Tensor:
+def _index(rows: Sequence[int], like: Tensor) -> Tensor:
     """Numbers where a tensor is."""
     return torch.tensor(rows, dtype=torch.int64, device=like.device)

@@ -47,12 +47,11 @@ def read(query: Tensor, tokens: Tokens, scale: float, *, is_causal: bool, with_l
     # torch's kernels tell no log-normaliser, and under torch.func take a bias that gradients follow for a constant.
     if with_log or is_transformed():
         part = softmax_rows(rows, key, value, bias, scale)
-        log = part.log_normalizer.unflatten(2, (groups, number)) if with_log else None
-        return Reading(part.out.to(query.dtype).unflatten(2, (groups, number)), log)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        rows, key, value, attn_mask=bias.expand(*rows.shape[:3], -1), scale=scale
-    )
-    return Reading(out.to(query.dtype).unflatten(2, (groups, number)), None)
+        out, log = part.out, part.log_normalizer.unflatten(2, (groups, number)) if with_log else None
+    else:
+        mask = bias.expand(*rows.shape[:3], -1)
+        out, log = torch.nn.functional.scaled_dot_product_attention(rows, key, value, mask, scale=scale), None
+    return Reading(out.to(query.dtype).unflatten(2, (groups, number)), log)
 
 
 def attend_to_all(query: Tensor, tokens: Tokens, scale: float) -> Partial:

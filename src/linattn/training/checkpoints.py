@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from linattn.records.atomic import atomic_folder, full_disk_names
-from linattn.records.fields import Reading, to_json
-from linattn.records.json_files import read_json, write_json
+from linattn.records.json_files import Reading, read_json, to_json, write_json
 from linattn.records.locks import locked
 from linattn.training.budgets import Progress
 from linattn.training.tensors import FILE

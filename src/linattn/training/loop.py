@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from linattn.processes import Processes, interrupts
 from linattn.training.budgets import Budget, Progress
 from linattn.training.checkpoints import WorkFolder
-from linattn.training.tensors import held, is_sharded, put, read, write
+from linattn.training.tensors import held, put, read, write
 
 # Between two checkpoints, at most.
 _SECONDS = 60.0
@@ -69,8 +69,6 @@ class Trained:
     best_loss: float
     stopped: bool
 
-
-_Start = tuple[Progress, dict[str, Tensor]]
 
 Notify = Callable[[str, float, Progress], None]
 """Called after each step with the training's name, the share of its budget that is spent, and how far it has come."""
@@ -129,7 +127,7 @@ class _Run:
         # The model is not wrapped: the loss calls it itself, and gradients are averaged here.
         accelerator.prepare_model(training.model, evaluation_mode=True)
         self._optimizer = accelerator.prepare_optimizer(optimizer)
-        self._is_sharded = is_sharded(training.model)
+        self._is_sharded = any(isinstance(weight, DTensor) for weight in training.model.parameters())
         start = self._resumed()
         # Curves of steps that are lost are taken back.
         logging = {} if start is None else {"purge_step": start[0].step + 1}
@@ -147,7 +145,7 @@ class _Run:
         lowered = min(1.0, math.sqrt(max(self.progress.first, 0.0)))
         self._rates = [rate * lowered for _, rate in training.parameters]
 
-    def _resumed(self) -> _Start | None:
+    def _resumed(self) -> tuple[Progress, dict[str, Tensor]] | None:
         """The last checkpoint, in model and optimiser of all processes; None without one."""
         model, optimizer, processes = self._training.model, self._optimizer, self._processes
         work, name = self._work, self._training.name
@@ -248,12 +246,8 @@ class _Run:
 
 
 def learning_rate_factor(step: int, share: float) -> float:
-    """The share of the largest learning rate at step n, t of the budget being spent: never 0.
-
-        min(1, (n + 1)/20) · (0.02 + 0.98·(1 + cos πt)/2)
-
-    Source: Loshchilov and Hutter 2017 (arXiv 1608.03983).
-    """
+    """The share of the largest learning rate at a step, with a share of the budget spent: a rise, then a cosine."""
+    # Loshchilov and Hutter 2017 (arXiv 1608.03983), and never 0.
     fall = _LEAST_RATE + (1 - _LEAST_RATE) * (1 + math.cos(math.pi * min(share, 1.0))) / 2
     return min(1.0, (step + 1) / _WARM_UP) * fall
 

@@ -27,11 +27,6 @@ _MOMENTS, _STEP = ("exp_avg", "exp_avg_sq"), "step"
 _SHOWN = 5
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether processes hold parts of the weights."""
-    return any(isinstance(weight, DTensor) for weight in model.parameters())
-
-
 def held(model: nn.Module, optimizer: torch.optim.Optimizer, best: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All tensors by name: weights, best weights, what the optimiser keeps of each, and the random numbers' state."""
     # First, for it shards again what the last pass has gathered.

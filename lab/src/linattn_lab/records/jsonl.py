@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from linattn.records.atomic import atomic_file
-from linattn.records.fields import Reading, to_json
+from linattn.records.json_files import Reading, to_json
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

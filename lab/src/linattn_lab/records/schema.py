@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from linattn.records.fields import NOT_FINITE
+from linattn.records.json_files import NOT_FINITE
 
 # Of an Attributes section: a name, and its words up to the next name.
 _FIELD = re.compile(r"^    (\w+): (.+(?:\n {5,}.+)*)", re.MULTILINE)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from linattn.records.fields import to_json
-from linattn.records.json_files import write_json
+from linattn.records.json_files import to_json, write_json
 from linattn_lab.report._render import write_html
 from linattn_lab.report._text import Point
 from linattn_lab.report.answers import answers

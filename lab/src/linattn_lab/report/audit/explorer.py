@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from linattn.records.fields import to_json
+from linattn.records.json_files import to_json
 from linattn_lab.audit.records import EXACT
 from linattn_lab.audit.weights import LETTERS, STEPS
 from linattn_lab.report._render import rendered
