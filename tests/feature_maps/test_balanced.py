@@ -17,7 +17,6 @@ from linattn.feature_maps import (
     FavorPlus,
     FeatureMap,
     Hyperbolic,
-    Nystrom,
     Oprf,
     Sderf,
     Taylor,
@@ -187,10 +186,3 @@ def test_what_is_inside_is_fitted_on_what_it_will_see() -> None:
     oprf = Balanced(Oprf(D, 8)).fit(query, key)
     expected = sum(mean_square(x, y) for x, y in moved(oprf, query, key)) / 2 / math.sqrt(D)
     assert oprf.inner.mean_square.item() == pytest.approx(expected, rel=1e-10)
-
-
-def test_centring_passes_its_samples_to_landmarks() -> None:
-    query, key = sample()
-    centred = Centred(Nystrom(D, 8, num_steps=0)).fit(query, key)
-    distances = torch.cdist(centred.inner.landmarks, (key - centred.key_mean).transpose(0, 1).flatten(1, 2))
-    assert distances.amin(-1).max() < 1e-7

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from linattn.feature_maps import Balanced, Centred, Expansion, FavorPlus, FeatureMap, Nystrom, Sderf
+from linattn.feature_maps import Balanced, Centred, Expansion, FavorPlus, FeatureMap, Sderf
 
 MAPS: dict[str, Callable[[], FeatureMap]] = {
     "Expansion": lambda: Expansion(4, 3),
-    "Nystrom": lambda: Nystrom(4, 6),
     "Sderf": lambda: Sderf(4, 6),
     "Balanced": lambda: Balanced(FavorPlus(4, 6)),
     "Centred": lambda: Centred(FavorPlus(4, 6)),

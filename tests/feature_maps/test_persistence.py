@@ -21,7 +21,6 @@ from linattn.feature_maps import (
     FavorPlus,
     FeatureMap,
     FittedMap,
-    Nystrom,
     Oprf,
     Sderf,
     Taylor,
@@ -109,9 +108,7 @@ FITTED: dict[str, Callable[[], FittedMap]] = {
     "Centred": lambda: Centred(FavorPlus(D, 8)),
     "Balanced": lambda: Balanced(Taylor(D)),
     "Sderf": lambda: Sderf(D, 8),
-    "Nystrom": lambda: Nystrom(D, 8),
     "nested": lambda: Centred(Balanced(Sderf(D, 8))),
-    "nested-Nystrom": lambda: Centred(Balanced(Nystrom(D, 8))),
 }
 
 
@@ -191,11 +188,6 @@ def test_a_seed_alone_is_drawn_from() -> None:
         (Oprf(D, 8), Oprf(D, 8, mean_square=1.0)),
         (Sderf(D, 8), Sderf(D, 8, second_moment=torch.eye(D))),
         (Sderf(D, 8, second_moment=2 * torch.eye(D)), Sderf(D, 8, second_moment=torch.eye(D))),
-        (Nystrom(D, 2), Nystrom(D, 2, landmarks=torch.ones(2, D))),
-        (Nystrom(D, 2, landmarks=torch.zeros(2, D)), Nystrom(D, 2, landmarks=torch.ones(2, D))),
-        (Nystrom(D, 2), Nystrom(D, 2, ridge=0.5)),
-        (Nystrom(D, 2), Nystrom(D, 2, seed=1)),
-        (Nystrom(D, 2), Nystrom(D, 2, num_steps=0)),
         (Balanced(Taylor(D)), Balanced(Taylor(D), transform=torch.eye(D))),
         (Balanced(Taylor(D)), Balanced(Taylor(D), ridge=1e-3)),
         (Taylor(D), Taylor(D, order=1)),

@@ -14,17 +14,17 @@ from torch import Tensor
 from fuzzing.dice import Dice
 from fuzzing.tokens import Sizes, draw_vectors
 from fuzzing.weights import takes_from_call
-from linattn.feature_maps import FEATURE_MAPS, Balanced, Centred, FeatureMap, FittedMap, Nystrom, Oprf, Sderf
+from linattn.feature_maps import FEATURE_MAPS, Balanced, Centred, FeatureMap, FittedMap, Oprf, Sderf
 from linattn.methods.map_specs import parse_map
 
 # Maps on the softmax kernel's scale whose weights sum to a positive number: those that may have a window beside them.
 POSITIVE_SOFTMAX = ("Taylor(order=2", "FavorPlus", "Hyperbolic", "Oprf", "Sderf", "LearnedExponential", "Expansion")
-SIGNED_SOFTMAX = ("Taylor(order=1", "Trigonometric", "Nystrom")
+SIGNED_SOFTMAX = ("Taylor(order=1", "Trigonometric")
 _POSITIVE = ("Exponential", "EluPlusOne", "Relu", "Dpfp", "RandomRelu", "Hedgehog", "Shifted")
 _POSITIVE += tuple(
     f"{name}(degree={degree}" for name in ("ElementwisePolynomial", "TensorPolynomial") for degree in (2, 4)
 )
-_WRAPPED = ("Taylor", "FavorPlus", "Hyperbolic", "Trigonometric", "Oprf", "Sderf", "Nystrom", "LearnedExponential")
+_WRAPPED = ("Taylor", "FavorPlus", "Hyperbolic", "Trigonometric", "Oprf", "Sderf", "LearnedExponential")
 
 
 class Shifted(FeatureMap):
@@ -85,7 +85,6 @@ class DrawnMap:
             (isinstance(part, Balanced) and part.transform is None)
             or (isinstance(part, Oprf) and bool(part.mean_square.isnan()))
             or (isinstance(part, Sderf) and part.second_moment is None)
-            or (isinstance(part, Nystrom) and part.landmarks is None)
             for part in self.map.modules()
         )
 
@@ -135,7 +134,6 @@ def _written(dice: Dice, head_dim: int) -> str:
         "Sderf": rows | draw | scale,
         "RandomRelu": rows | draw | lengths | {"floor": dice.pick(0.0, 1e-3, 0.5)},
         "Expansion": {"num_centres": dice.integer(1, 5), "order": dice.pick(0, 1, 2)} | scale,
-        "Nystrom": rows | {"num_steps": dice.integer(0, 3), "ridge": dice.pick(1.0, 0.1)} | scale,
         "LearnedExponential": rows | scale,
         "Hedgehog": scale,
     }.get(name, {})

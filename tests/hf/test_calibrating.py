@@ -17,7 +17,6 @@ FITTED = (
     "Centred(FavorPlus(num_features=16))",
     "Oprf(num_features=16)",
     "Sderf(num_features=16)",
-    "Nystrom(num_features=4)",
     "Balanced(Taylor)",
 )
 SHARED = Expansion(8, 2)

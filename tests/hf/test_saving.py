@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer, DynamicCache
 
-from linattn.feature_maps import Balanced, Centred, FavorPlus, Hedgehog, LearnedExponential, Nystrom, Oprf, Sderf
+from linattn.feature_maps import Balanced, Centred, FavorPlus, Hedgehog, LearnedExponential, Oprf, Sderf
 from linattn.hf import StateCache, capture, from_pretrained, linearize_, load, restore_, save_pretrained
 from linattn.hf.layer_attention import LayerAttention
 from model_inputs import batch
@@ -75,7 +75,6 @@ def test_the_choice_of_layers_and_the_whole_method_return(build, tmp_path):
 
 FITTED = {
     "nested": lambda d: Centred(Balanced(Sderf(d, 16, seed=3))),
-    "landmarks": lambda d: Centred(Balanced(Nystrom(d, 6, num_steps=1))),
     "a number": lambda d: Oprf(d, 16, num_heads=2),
     "learned inside": lambda d: Centred(LearnedExponential(d, 8, num_heads=2)),
 }

@@ -25,7 +25,6 @@ from linattn.feature_maps import (
     FittedMap,
     Hedgehog,
     LearnedExponential,
-    Nystrom,
     Oprf,
     RandomFeatureMap,
     Sderf,
@@ -52,10 +51,6 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "Sderf": [RANDOM, {"num_features": R, "num_heads": HEADS, "second_moment": torch.eye(D)}],
     "RandomRelu": [{**RANDOM, "floor": 0.5}, FIXED],
     "Expansion": [{"num_centres": 3, "order": 2}, {"scale": 0.5, "centres": torch.ones(HEADS, 16, D)}],
-    "Nystrom": [
-        {"num_features": R, "scale": 0.5, "seed": 4, "num_steps": 2, "ridge": 0.1},
-        {"num_features": 2, "landmarks": torch.ones(2, D)},
-    ],
     "LearnedExponential": [{"num_features": R, "scale": 0.5, "seed": 6}, {"num_features": R, "num_heads": HEADS}],
     "Hedgehog": [{"scale": 0.5}, {"num_heads": HEADS}],
 }
@@ -123,7 +118,7 @@ def test_every_option_of_every_map_is_tried() -> None:
 WRAPPED = {
     "Centred": lambda: Centred(FavorPlus(D, R, seed=5)),
     "means": lambda: Centred(Taylor(D), query_mean=torch.ones(1, D), key_mean=torch.zeros(1, D)),
-    "Balanced": lambda: Balanced(Nystrom(D, R, seed=5)),
+    "Balanced": lambda: Balanced(Sderf(D, R, seed=5)),
     "options": lambda: Balanced(Oprf(D, R), ridge=1e-3),
     "transform": lambda: Balanced(Taylor(D, order=1), transform=2 * torch.eye(D)),
     "both": lambda: Centred(Balanced(Sderf(D, R, draw="iid", num_heads=HEADS), ridge=0.5)),
@@ -161,8 +156,8 @@ def test_learned_maps_after_steps_of_training(kind: Any, num_heads: int | None) 
 
 
 def test_a_record_says_nothing_of_tensors() -> None:
-    fitted = Centred(Balanced(Nystrom(D, R, seed=5))).fit(*sample(D))
-    unfitted = Centred(Balanced(Nystrom(D, R, seed=1)))
+    fitted = Centred(Balanced(Sderf(D, R, seed=5))).fit(*sample(D))
+    unfitted = Centred(Balanced(Sderf(D, R, seed=1)))
     assert describe(fitted) == describe(unfitted)
 
 

@@ -64,7 +64,7 @@ def test_wrappers_nest_in_the_order_written():
         ("Centred(FavorPlus, 2)", "takes one feature map and no options"),
         ("Centred(balanced())", "Balanced takes one feature map and no options"),
         ("Balanced(FavorPlus, ridge=0.5)", "Balanced takes one feature map and no options"),
-        ("Nystrom(landmarks=[[1.0]])", "'landmarks' is no option"),
+        ("Sderf(second_moment=[[1.0]])", "'second_moment' is no option"),
         ("1 + 1", "not a feature map's written form"),
         ("", "not a feature map's written form"),
     ],

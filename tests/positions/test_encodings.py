@@ -115,7 +115,7 @@ def test_a_shift_changes_nothing_in_expectation(map_name: str) -> None:
     assert float(score.abs().max()) < 4.5
 
 
-@pytest.mark.parametrize("map_name", ["EluPlusOne", "Relu", "Exponential", "Hedgehog", "Nystrom", "Centred-Taylor"])
+@pytest.mark.parametrize("map_name", ["EluPlusOne", "Relu", "Exponential", "Hedgehog", "Centred-Taylor"])
 def test_rotary_shifts_other_maps(map_name: str) -> None:
     """What the refusal is about: outputs depend on where the text starts."""
     position, at = Rotary(8, require_relative=False), torch.arange(LENGTH)

@@ -27,7 +27,7 @@ LABELS = (
     "Centred(Taylor(order=1))",
     "Centred(Balanced(FavorPlus))",
     "Centred(Balanced(Sderf))",
-    "Centred(Balanced(Nystrom(num_features=8)))",
+    "Centred(Balanced(Hyperbolic(num_features=8)))",
     "Expansion(num_centres=4)",
     "window 4 + merged 8",
 )
@@ -99,10 +99,10 @@ def test_figures_are_in_their_ranges(audited, family):
             assert row.flops_per_token == flops_per_token(built, value_dim=8, is_causal=causal)
             assert row.uniform_error > 0
             assert 0 <= row.uniform_total_variation <= 1
-            signed = any(name in row.map for name in ("Trigonometric", "Taylor", "Nystrom", "Expansion"))
+            signed = any(name in row.map for name in ("Trigonometric", "Taylor", "Expansion"))
             assert signed or (row.kl > 0 and row.total_variation <= 1)
             assert (row.seed is None) == (row.map in DRAWN_ONCE)
-            unknown = row.seed is None or "Sderf" in row.map or "Nystrom" in row.map
+            unknown = row.seed is None or "Sderf" in row.map
             assert (row.predicted_ratio is None) == unknown
 
 

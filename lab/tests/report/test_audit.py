@@ -213,7 +213,6 @@ def test_a_single_random_map_reads_as_one(summary):
     [
         ("Expansion(num_centres=4)", "Expansion, order 1"),
         ("Expansion(num_centres=4, order=2) + window 16", "Expansion, order 2, with a window"),
-        ("Centred(Balanced(Nystrom(num_features=8)))", "Nyström landmarks"),
         ("Centred(Balanced(Sderf))", "random features"),
         ("FavorPlus + window 4", "random features, with a window"),
         ("RandomRelu", "random features"),

@@ -2,9 +2,9 @@
 
 Elementwise maps (`Exponential`, `EluPlusOne`, `Relu`, `ElementwisePolynomial`, `Identity`, `Dpfp`) have kernels of
 their own; `TensorPolynomial` and `Taylor` have polynomial kernels, exactly; `FavorPlus`, `Hyperbolic`, `Trigonometric`,
-`Oprf` and `Sderf` estimate the softmax kernel by random features, `RandomRelu` the arc-cosine kernel; `Nystrom`
-approximates the softmax kernel through landmarks; `Expansion` expands softmax attention around query centres;
-`LearnedExponential` and `Hedgehog` are trained; `Centred` and `Balanced` wrap any map for the softmax kernel.
+`Oprf` and `Sderf` estimate the softmax kernel by random features, `RandomRelu` the arc-cosine kernel; `Expansion`
+expands softmax attention around query centres; `LearnedExponential` and `Hedgehog` are trained; `Centred` and
+`Balanced` wrap any map for the softmax kernel.
 
 Letters: B batch, H heads, Hkv key/value heads, G = H/Hkv query heads of a group, L tokens (Lq, Lk), D head width, R
 features, m rows of a projection W: R of them, or R/2 where each makes two features.
@@ -26,7 +26,6 @@ from linattn.feature_maps.expansion import Expansion as Expansion
 from linattn.feature_maps.learned import Hedgehog as Hedgehog
 from linattn.feature_maps.learned import LearnedExponential as LearnedExponential
 from linattn.feature_maps.learned import LearnedMap as LearnedMap
-from linattn.feature_maps.nystrom import Nystrom as Nystrom
 from linattn.feature_maps.oprf import Oprf as Oprf
 from linattn.feature_maps.polynomial import Taylor as Taylor
 from linattn.feature_maps.polynomial import TensorPolynomial as TensorPolynomial
@@ -56,7 +55,6 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
         Sderf,
         RandomRelu,
         Expansion,
-        Nystrom,
         LearnedExponential,
         Hedgehog,
     )

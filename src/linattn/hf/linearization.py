@@ -141,7 +141,7 @@ def linearize_(
         num_features: R, for a written map whose width is free and not written.
         seed: layer n's map is drawn from seed + n; for written random maps.
         calibrate: batches like what the model will read: mappings of its inputs, as a tokenizer returns, or tensors
-            (B, L) of input ids. Maps that take statistics (Expansion, Nystrom, Oprf, Sderf, Centred, Balanced), which a
+            (B, L) of input ids. Maps that take statistics (Expansion, Oprf, Sderf, Centred, Balanced), which a
             causal layer needs fitted, are fitted to their layer's queries and keys there, padding left out. None for
             maps that need no samples, or learn from each call.
         example: arguments of the model's forward pass, where none can be made from its configuration.

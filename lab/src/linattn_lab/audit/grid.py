@@ -30,7 +30,6 @@ FULL_METHODS = (
     "Centred(Hyperbolic(lengths='fixed'))",
     "Centred(Balanced(FavorPlus))",
     "Centred(Balanced(Sderf))",
-    "Centred(Balanced(Nystrom(num_features=128)))",
     "Centred(Taylor(order=2))",
     "Expansion(num_centres=1)",
     "Expansion(num_centres=4)",

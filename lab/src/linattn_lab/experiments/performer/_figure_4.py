@@ -22,13 +22,12 @@ from linattn.feature_maps import (
     FavorPlus,
     FeatureMap,
     Hyperbolic,
-    Nystrom,
     Taylor,
     Trigonometric,
 )
 from linattn.softmax import softmax_attention
 from linattn_lab.experiments.experiment import UNIFORM, Figure, FigureRow
-from linattn_lab.experiments.inputs import Tokens, gaussian_tokens, generator, mean_figure, mean_square, seed
+from linattn_lab.experiments.inputs import Tokens, gaussian_tokens, mean_figure, mean_square, seed
 
 NUM_TOKENS = 4096
 HEAD_DIM = 16
@@ -52,7 +51,6 @@ RANDOM: dict[str, Callable[[int, int, int], FeatureMap]] = {
         HEAD_DIM, width, lengths="fixed", seed=seed, num_heads=draws
     ),
 }
-NYSTROM = "Nyström, random keys as landmarks"
 # Maps without a draw, whose width is their own.
 FIXED: dict[str, FeatureMap] = {
     "Taylor of order 2": Taylor(HEAD_DIM, order=2),
@@ -119,12 +117,4 @@ def _error(name: str, width: int, sigma: float, trial: int) -> float:
     tokens, exact = sampled(sigma, trial)
     if name == UNIFORM:
         return mean_square(tokens.value.mean(2, keepdim=True) - exact)
-    feature_map = _landmarks(width, sigma, trial) if name == NYSTROM else FIXED[name]
-    return mean_square(linear_attention(*tokens, feature_map) - exact)
-
-
-def _landmarks(width: int, sigma: float, trial: int) -> Nystrom:
-    """The Nyström map on R of the keys, drawn without replacement; no ridge, as in the definition."""
-    key = sampled(sigma, trial)[0].key[0, 0]
-    chosen = torch.randperm(NUM_TOKENS, generator=generator("figure 4", NYSTROM, width, sigma, trial))[:width]
-    return Nystrom(HEAD_DIM, width, ridge=0.0, landmarks=key[chosen])
+    return mean_square(linear_attention(*tokens, FIXED[name]) - exact)

@@ -2,7 +2,7 @@
 
 Averaging the values costs nothing, and its error grows with the spread τ of the logits only as e^{τ²} - 1; the relative
 variance of a positive random feature grows as e^s, s = 2τ√d. Figure 4 of the paper has no such baseline. Beside it
-stand maps of no more features: two with lengths fixed, two elementwise ones, the Taylor polynomial and Nyström's.
+stand maps of no more features: two with lengths fixed, two elementwise ones, and the Taylor polynomial.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from linattn_lab.experiments.experiment import UNIFORM, Axes, FigureRow, Measure
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 from linattn_lab.experiments.performer._figure_4 import (
     FIXED,
-    NYSTROM,
     POSITIVE,
     RANDOM,
     SIGMAS,
@@ -47,11 +46,11 @@ FULL = Config(trials=15, num_features=(16, 32, 64, 128, _WIDTH, 512), seconds=30
 
 
 def rows(config: Config) -> Iterator[Measurement]:
-    """Every map at every scale, the random ones and Nyström's at every width."""
+    """Every map at every scale, the random ones at every width."""
     for sigma in config.sigmas:
         for name in (UNIFORM, *FIXED):
             yield Measurement(name, sigma, partial(mean_error, name, 0, sigma, config.trials))
-        for name in (*RANDOM, NYSTROM):
+        for name in RANDOM:
             for width in config.num_features:
                 setting = (name, width, sigma, config.trials)
                 yield Measurement(f"{name}, r = {width}", sigma, partial(mean_error, *setting))

@@ -24,8 +24,6 @@ def family(label: str) -> str:
     name = method.map.name
     if name == "Expansion":
         kind = f"Expansion, order {dict(method.map.options).get('order', _DEFAULT_ORDER)}"
-    elif name == "Nystrom":
-        kind = "Nyström landmarks"
     elif issubclass(FEATURE_MAPS[name], RandomFeatureMap):
         kind = RANDOM
     elif issubclass(FEATURE_MAPS[name], LearnedMap):
