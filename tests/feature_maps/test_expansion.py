@@ -14,7 +14,7 @@ from torch import Tensor
 
 import linattn
 from linattn.feature_maps import Centred, Expansion, features
-from linattn.feature_maps._statistics import kmeans, means, nearest
+from linattn.feature_maps._fitted import kmeans, means, nearest
 
 D = 6
 

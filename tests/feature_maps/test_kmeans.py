@@ -11,7 +11,7 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._statistics import kmeans
+from linattn.feature_maps._fitted import kmeans
 
 D = 6
 

@@ -19,10 +19,7 @@ _FROZEN = WeakTensorKeyDictionary()
 
 
 def digest(*tensors: Tensor) -> str:
-    """A digest of the shapes and values of tensors, the same on every device and in every floating dtype.
-
-    UNREAD where there are shapes alone.
-    """
+    """A digest of shapes and values, the same on every device and in every floating dtype; UNREAD without values."""
     hasher = hashlib.sha256()
     for tensor in tensors:
         held = _held(tensor)
@@ -36,19 +33,16 @@ def digest(*tensors: Tensor) -> str:
 
 
 def digest_of_weights(weights: Iterable[Tensor]) -> str:
-    """A digest of parameters; frozen ones are read once, until something is written into them.
-
-    Trainable ones are read each time, since fused optimisers do not say that they have written.
-    """
+    """A digest of parameters; frozen ones are read once, until something is written into them."""
     return hashlib.sha256("".join(_one(weight) for weight in weights).encode()).hexdigest()[:16]
 
 
-def _one(weight: Tensor) -> str:
+def _one(parameter: Tensor) -> str:
     """The digest of one parameter."""
-    values = _held(weight)
-    if values is None:
+    weight = _held(parameter)
+    if weight is None:
         return UNREAD
-    weight = values
+    # Trainable ones are read each time: fused optimisers do not say that they have written.
     if weight.requires_grad or weight.is_inference() or _bare(weight) is not weight:
         _FROZEN.pop(weight, None)
         return digest(weight)

@@ -1,16 +1,21 @@
-"""Maps that learn from sample queries and keys; letters as in feature_maps/__init__.py."""
+"""Maps that learn from sample queries and keys, and the statistics they take.
+
+Letters as in feature_maps/__init__.py, N points, C centres.
+"""
 
 from __future__ import annotations
 
+import random
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from linattn.feature_maps._base import FeatureMap, outside_inference, own_buffers, uncast_
 from linattn.feature_maps._digest import UNREAD, digest
+from linattn.softmax.checking import check_dense
 
 
 def shared(x: Tensor) -> Tensor:
@@ -62,12 +67,20 @@ class FittedMap(FeatureMap):
             )
         return fitted
 
-    def _refuse_leak(self) -> NoReturn:
-        """Refuse to take from a causal call what later tokens have a part in."""
-        raise ValueError(
-            f"{type(self).__name__} would take {self._option} from all tokens, later ones included, and leak the "
-            f"future into causal attention; call fit(query, key) on sample inputs first, or give {self._option}"
-        )
+    def _call_queries(
+        self, query: Tensor, key: Tensor, key_mask: Tensor | None, *, is_causal: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """A call's queries by `group_queries`, and which count, (B, Hkv or 1, G·Lq); a causal call would leak."""
+        if is_causal:
+            raise ValueError(
+                f"{type(self).__name__} would take {self._option} from all tokens, later ones included, and leak the "
+                f"future into causal attention; call fit(query, key) on sample inputs first, or give {self._option}"
+            )
+        grouped = group_queries(query, key.shape[1])
+        # In self-attention a masked position is padding among the queries too.
+        if key_mask is None or query.shape[2] != key.shape[2]:
+            return grouped, None
+        return grouped, by_head(key_mask).repeat(1, 1, query.shape[1] // key.shape[1])
 
     def _set_fitted(self, *tensors: Tensor) -> None:
         """Take copies of tensors, in the order of `fitted_buffers`, and derive what depends on them."""
@@ -169,3 +182,89 @@ class FittedMap(FeatureMap):
                 f"{prefix}{next(iter(saved))} cannot be loaded into {type(self).__name__}: {error}; load what was "
                 "saved of a map with the same options, not cast"
             ) from None
+
+
+def grouped_sample(query: Tensor, key: Tensor, head_dim: int) -> Tensor:
+    """Sample queries by `group_queries`; refuse what is not query (B, H, Lq, D) and key (B, Hkv, Lk, D), finite."""
+    check_dense(query=query, key=key)
+    fits = query.dim() == key.dim() == 4 and query.shape[-1] == key.shape[-1] == head_dim
+    fits = fits and query.numel() > 0 and key.numel() > 0
+    if not fits or query.shape[0] != key.shape[0] or query.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"fit wants query (B, H, Lq, {head_dim}) and key (B, Hkv, Lk, {head_dim}), not empty, H a multiple of Hkv; "
+            f"got {tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    if not bool(query.isfinite().all() and key.isfinite().all()):
+        raise ValueError("fit got values that are not finite; remove padded positions before fitting")
+    return group_queries(query, key.shape[1])
+
+
+def group_queries(query: Tensor, num_kv_heads: int) -> Tensor:
+    """(B, H, Lq, D) -> (B, Hkv, G·Lq, D): the queries that read each key/value head, group by group."""
+    batch, num_heads, length, dim = query.shape
+    return query.reshape(batch, num_kv_heads, num_heads // num_kv_heads * length, dim)
+
+
+def by_head(mask: Tensor) -> Tensor:
+    """A mask of tokens, (B, L) or (B, H or 1, L), for each head: (B, H or 1, L)."""
+    return mask if mask.ndim == 3 else mask.unsqueeze(1)
+
+
+def token_mean(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean over tokens, (B, H, L, D) -> (B, H, 1, D), in at least float32, of those that a mask shows; 0 of none."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if mask is None:
+        return x.sum(dim=-2, keepdim=True) / max(x.shape[-2], 1)
+    visible = by_head(mask).unsqueeze(-1)
+    # Chosen, not multiplied: 0·inf and 0·nan would spread. Chosen before the sum, so that gradients are 0 there too.
+    total = torch.where(visible, x, 0).sum(dim=-2, keepdim=True)
+    return total / visible.sum(dim=-2, keepdim=True).clamp(min=1).to(x.dtype)
+
+
+def second_moment(x: Tensor) -> Tensor:
+    """E x xᵀ over batch and tokens, (B, Hkv, L, D) -> (Hkv, D, D), in float64."""
+    x = x.double()
+    return torch.sum(x.mT @ x, 0) / (x.shape[0] * x.shape[2])
+
+
+def spectral(matrix: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """U f(λ) Uᵀ of symmetric U diag(λ) Uᵀ, (..., D, D): a function of the matrix, whichever eigenvectors are found."""
+    values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+    product: Tensor = (vectors * function(values).unsqueeze(-2)) @ vectors.mT
+    return (product + product.mT) / 2
+
+
+def kmeans(points: Tensor, weight: Tensor, num_centres: int, *, seed: int, num_rounds: int) -> Tensor:
+    """Centres (..., C, D) of points (..., N, D) of weights (..., N), by Lloyd's rounds from a k-means++ start."""
+    centres = _spread_out(points, weight, num_centres, random.Random(seed))
+    for _ in range(num_rounds):
+        centres = means(points, weight, nearest(points, centres), centres)
+    return centres
+
+
+def nearest(points: Tensor, centres: Tensor) -> Tensor:
+    """The index (..., N) of the nearest centre of points (..., N, D) among centres (..., C, D)."""
+    # |x - c|² without |x|², which all centres share.
+    return torch.argmin(centres.square().sum(-1).unsqueeze(-2) / 2 - points @ centres.mT, -1)
+
+
+def means(points: Tensor, weight: Tensor, cluster: Tensor, otherwise: Tensor) -> Tensor:
+    """The mean (..., C, D) of each cluster's points; that of `otherwise` where a cluster has none."""
+    numbers = torch.arange(otherwise.shape[-2], device=points.device)
+    members = (cluster.unsqueeze(-1) == numbers) * weight.unsqueeze(-1)
+    counts = members.sum(-2).unsqueeze(-1)
+    return torch.where(counts > 0, members.mT @ points / counts.clamp(min=1), otherwise)
+
+
+def _spread_out(points: Tensor, weight: Tensor, num_centres: int, draws: random.Random) -> Tensor:
+    """k-means++: each next centre is a point drawn with probability proportional to its squared distance so far."""
+    centres, distance = [], weight
+    for _ in range(num_centres):
+        total = distance.cumsum(-1)
+        level = total[..., -1:] * draws.random()
+        chosen = torch.searchsorted(total, level, right=True).clamp(max=points.shape[-2] - 1)
+        centre = torch.take_along_dim(points, chosen.unsqueeze(-1), dim=-2)
+        centres.append(centre)
+        nearer = (points - centre).square().sum(-1) * weight
+        distance = nearer if len(centres) == 1 else torch.minimum(distance, nearer)
+    return torch.cat(centres, -2)

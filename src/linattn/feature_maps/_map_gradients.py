@@ -16,11 +16,7 @@ _Waiting = list[tuple[Tensor, list[Tensor], Callable[[Tensor], None]]]
 
 
 class MapGradients:
-    """From gradients of a map's outputs to those of its inputs, and to those of its followed tensors.
-
-    Where autograd has to find them, blocks wait until there are so many at once: a graph for each costs more than its
-    arithmetic. `finish` ends the wait.
-    """
+    """From gradients of a map's outputs to those of its inputs, and to those of its followed tensors."""
 
     def __init__(self, feature_map: FeatureMap, tensors: Sequence[Tensor], *, at_once: int = 1) -> None:
         self._map, self._tensors, self._at_once = feature_map, tensors, at_once
@@ -51,7 +47,8 @@ class MapGradients:
         return self._totals
 
     def _wait(self, x: Tensor, grads: list[Tensor], store: Callable[[Tensor], None], waiting: _Waiting) -> None:
-        """Copies, since the next block is written over this one."""
+        """Have autograd find gradients of blocks `at_once`: a graph for each costs more than its arithmetic."""
+        # Copies, since the next block is written over this one.
         waiting.append((x.clone(), [grad.clone() for grad in grads], store))
         if len(waiting) == self._at_once:
             self._follow(waiting)

@@ -9,18 +9,8 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._arguments import check_count, temperature
-from linattn.feature_maps._fitted import FittedMap
+from linattn.feature_maps._fitted import FittedMap, by_head, grouped_sample, kmeans, means, nearest, token_mean
 from linattn.feature_maps._grouped import GroupedFeatureMap
-from linattn.feature_maps._statistics import (
-    by_head,
-    call_queries,
-    check_fit,
-    group_queries,
-    kmeans,
-    means,
-    nearest,
-    token_mean,
-)
 
 # Tokens per head that a fit looks at, evenly spread: enough for means, and its cost stays below that of attention.
 _MOST_POINTS = 4096
@@ -145,10 +135,10 @@ class Expansion(GroupedFeatureMap, FittedMap):
 
         Source: Lloyd 1982; Arthur and Vassilvitskii 2007 (k-means++).
         """
-        check_fit(query, key, self.head_dim)
+        grouped = grouped_sample(query, key, self.head_dim)
         with torch.no_grad():
             # The samples of a batch are one sample.
-            queries = group_queries(query, key.shape[1]).transpose(0, 1).flatten(1, 2).unsqueeze(0)
+            queries = grouped.transpose(0, 1).flatten(1, 2).unsqueeze(0)
             keys = key.transpose(0, 1).flatten(1, 2).unsqueeze(0)
             fitted = self._find(queries, keys, None, None, seed)
             # Those of one head serve any number.
@@ -171,9 +161,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
         """
         if self.centres is not None:
             return {}
-        if is_causal:
-            self._refuse_leak()
-        grouped, query_mask = call_queries(query, key, key_mask)
+        grouped, query_mask = self._call_queries(query, key, key_mask, is_causal=is_causal)
         with torch.no_grad():
             return self._find(grouped.detach(), key.detach(), query_mask, key_mask, seed=0)
 
@@ -186,8 +174,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
         """The nearest centre of each query: (..., L, D) -> (..., L)."""
         x, (centres, probes, _, _) = self._with_fitted(x)
         lengths = (centres * probes).sum(-1).unsqueeze(-2) / 2
-        index: Tensor = (torch.matmul(x, probes.mT) - lengths).argmax(-1)
-        return index
+        return torch.argmax(torch.matmul(x, probes.mT) - lengths, -1)
 
     def local_query(self, x: Tensor, place: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         """χ (..., N, F) and u (..., N), see the class."""

@@ -17,11 +17,7 @@ from linattn.softmax.precision import LOG2_E
 
 
 class Exponents(nn.Module):
-    """Trainable exponents of vectors x̃ = √scale·x: w_i·x̃ + b_i, or w_i·x̃ + b_i - c_i·|x̃|²/2 with a curvature.
-
-    W is (m, D) or (H, m, D), b and c are (m,) or (H, m). They keep at least float32 when a model is cast: a rounded
-    exponent is a factor on its feature.
-    """
+    """Trainable exponents w_i·x̃ + b_i of x̃ = √scale·x, with a curvature less c_i·|x̃|²/2; W is (m, D) or (H, m, D)."""
 
     def __init__(self, weight: Tensor, *, scale: float, bias: float = 0.0, curvature: float | None = None) -> None:
         super().__init__()
@@ -79,7 +75,7 @@ class Exponents(nn.Module):
         return parameter.to(x.dtype).unsqueeze(-2)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move with the model and follow its casts, but not below float32."""
+        """Move with the model and follow its casts, but not below float32: a rounded exponent is a factor."""
         super()._apply(lambda tensor: _at_least_float32(tensor, fn(tensor)), recurse)
         return self
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._arguments import check_number
-from linattn.feature_maps._fitted import FittedMap
+from linattn.feature_maps._fitted import FittedMap, grouped_sample, token_mean
 from linattn.feature_maps._moments import Lengths, combine, exponential_variance, log_mean_exp, pair_excess
 from linattn.feature_maps._random_base import Draw
 from linattn.feature_maps._softmax_estimator import ExponentialEstimator
-from linattn.feature_maps._statistics import check_fit, group_queries, token_mean
 
 
 @final
@@ -75,7 +74,12 @@ class Oprf(ExponentialEstimator, FittedMap):
     @property
     def tilt(self) -> float:
         """A, the coefficient of |w|²; ≤ 0."""
-        f = self._known_mean() / self.head_dim
+        if self._mean_square is None:
+            raise ValueError(
+                "Oprf does not know the data's mean |x + y|²: call fit(query, key) on sample inputs, or give "
+                "mean_square to the constructor"
+            )
+        f = self._mean_square / self.head_dim
         return (1 - 2 * f - math.sqrt((2 * f + 1) ** 2 + 8 * f)) / 16
 
     def fit(self, query: Tensor, key: Tensor) -> Self:
@@ -91,9 +95,9 @@ class Oprf(ExponentialEstimator, FittedMap):
             >>> round(Oprf(4, 8).fit(ones, ones).mean_square.item(), 6)  # |2·1|²/√4
             8.0
         """
-        check_fit(query, key, self.head_dim)
+        grouped = grouped_sample(query, key, self.head_dim)
         with torch.no_grad():
-            x, y = group_queries(query, key.shape[1]).double(), key.double()
+            x, y = grouped.double(), key.double()
             inner = (token_mean(x, None) * token_mean(y, None)).sum(-1).mean()
             mean_square = x.square().sum(-1).mean() + y.square().sum(-1).mean() + 2 * inner
         self._set_mean_square(max(0.0, self.scale * float(mean_square)))
@@ -101,20 +105,15 @@ class Oprf(ExponentialEstimator, FittedMap):
 
     def _shifted_(self, exponents: Tensor, x: Tensor, weights: Tensor) -> Tensor:
         """W·x̃ - |x̃|²/2 + b, written over W·x̃; and A|w|² where lengths differ."""
-        self._known_mean()
-        exponents = super()._shifted_(exponents, x, weights)
         # D·R operations, nothing beside the product with x.
-        return exponents if self.lengths == "fixed" else exponents.add_(self._tilted(weights))
-
-    def _tilted(self, weights: Tensor) -> Tensor:
-        """A|w|² from the weights √(scale·(1 - 4A))·w."""
-        squares = weights.square().sum(-2, keepdim=True)
-        return squares * (self.tilt / (self.scale * (1 - 4 * self.tilt)))
+        constants = self._own_constants(weights)
+        exponents = super()._shifted_(exponents, x, weights)
+        return exponents if constants is None else exponents.add_(constants)
 
     def _own_constants(self, weights: Tensor) -> Tensor | None:
-        """A|w|² where lengths differ."""
-        self._known_mean()
-        return None if self.lengths == "fixed" else self._tilted(weights)
+        """A|w|² from the weights √(scale·(1 - 4A))·w, where lengths differ."""
+        share = self.tilt / (self.scale * (1 - 4 * self.tilt))
+        return None if self.lengths == "fixed" else weights.square().sum(-2, keepdim=True) * share
 
     def _constant(self) -> float:
         """The logarithm of φ's constant factor."""
@@ -139,15 +138,6 @@ class Oprf(ExponentialEstimator, FittedMap):
         stretch = 1.0 if self._mean_square is None else math.sqrt(1 - 4 * self.tilt)
         return super()._weights(projection) * stretch
 
-    def _known_mean(self) -> float:
-        """mean_square, or the refusal to go on without it."""
-        if self._mean_square is None:
-            raise ValueError(
-                "Oprf does not know the data's mean |x + y|²: call fit(query, key) on sample inputs, or give "
-                "mean_square to the constructor"
-            )
-        return self._mean_square
-
     def _set_mean_square(self, value: float | None) -> None:
         """Take a new mean_square, or None, and derive what depends on it."""
         self._mean_square = None if value is None else check_number("mean_square", value)
@@ -162,10 +152,8 @@ class Oprf(ExponentialEstimator, FittedMap):
             if self.lengths == "chi":
                 self._log_constant = self.head_dim / 4 * math.log(stretch)
             else:
-                at = torch.tensor(self._mean_square, dtype=torch.float64, device="cpu")
-                self._log_constant = (
-                    self._mean_square / 2 - float(log_mean_exp(stretch * at, self.head_dim, "fixed"))
-                ) / 2
+                at = torch.tensor(stretch * self._mean_square, dtype=torch.float64, device="cpu")
+                self._log_constant = (self._mean_square / 2 - float(log_mean_exp(at, self.head_dim, "fixed"))) / 2
         self._prepare()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -79,8 +79,7 @@ class RandomRelu(RandomFeatureMap):
 
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
         """E φ(q)·φ(k) over draws, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
-        x, y, theta = self._polar(q, k)
-        return self._mean(x, y, theta)
+        return self._mean(*self._polar(q, k))
 
     def variance(self, q: Tensor, k: Tensor) -> Tensor:
         """Variance of φ(q)·φ(k) over independent rows, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk).
@@ -93,8 +92,8 @@ class RandomRelu(RandomFeatureMap):
                 'RandomRelu has no closed-form variance for draw="orthogonal": build it with draw="iid", or measure '
                 "the variance over redraws"
             )
-        x, y, theta = self._polar(q, k)
-        return (self._second_moment(x, y, theta) - self._mean(x, y, theta).square()) / self.num_rows
+        polar = self._polar(q, k)
+        return (self._second_moment(*polar) - self._mean(*polar).square()) / self.num_rows
 
     def _weights(self, projection: Tensor) -> Tensor:
         """W/√R as it multiplies inputs: the rectifier is homogeneous."""

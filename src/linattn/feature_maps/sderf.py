@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._base import in_both_dtypes
-from linattn.feature_maps._fitted import FittedMap, shared
+from linattn.feature_maps._fitted import FittedMap, grouped_sample, second_moment, shared, spectral, token_mean
 from linattn.feature_maps._random_base import Draw
 from linattn.feature_maps._softmax_estimator import ExponentialEstimator
-from linattn.feature_maps._statistics import check_fit, group_queries, second_moment, spectral, token_mean
 
 
 @final
@@ -92,9 +91,9 @@ class Sderf(ExponentialEstimator, FittedMap):
             >>> Sderf(1, 8, scale=1.0).fit(one, two).second_moment.tolist()  # (1 + 2)²
             [[[9.0]]]
         """
-        check_fit(query, key, self.head_dim)
+        grouped = grouped_sample(query, key, self.head_dim)
         with torch.no_grad():
-            x, y = group_queries(query, key.shape[1]).double(), key.double()
+            x, y = grouped.double(), key.double()
             cross = (token_mean(x, None).mT @ token_mean(y, None)).mean(0)
             self._set_fitted(self.scale * (second_moment(x) + second_moment(y) + cross + cross.mT))
         return self
@@ -133,8 +132,7 @@ class Sderf(ExponentialEstimator, FittedMap):
     def _own_constants(self, weights: Tensor) -> Tensor:
         """wᵀA w + ¼·log det(I - 4A) of each row, (1, R) or (Hkv, 1, R)."""
         quadratic = ((self.projection @ self.tilt) * self.projection).sum(-1)
-        constants: Tensor = quadratic + torch.linalg.slogdet(self._stretch)[1].unsqueeze(-1) / 2
-        return constants.unsqueeze(-2)
+        return torch.unsqueeze(quadratic + torch.linalg.slogdet(self._stretch)[1].unsqueeze(-1) / 2, -2)
 
     def _weights(self, projection: Tensor) -> Tensor:
         """W·(I - 4A)^½ as it multiplies inputs."""
@@ -167,12 +165,11 @@ class Sderf(ExponentialEstimator, FittedMap):
     def _refresh(self) -> None:
         """A and (I - 4A)^½ for the current S, and what is made with them."""
         super()._refresh()
-        moment = self.second_moment
         self._tilt = None
-        if moment is None:
+        if self.second_moment is None:
             return
         with torch.inference_mode(False), torch.no_grad():
-            self._tilt = spectral(shared(moment), _best_tilt)
+            self._tilt = spectral(shared(self.second_moment), _best_tilt)
             self._stretch = spectral(self._tilt, lambda a: (1 - 4 * a).sqrt())
         self._prepare()
 

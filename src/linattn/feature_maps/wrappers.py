@@ -10,16 +10,7 @@ from torch import Tensor
 
 from linattn.feature_maps._arguments import check_number
 from linattn.feature_maps._base import FeatureMap, in_both_dtypes
-from linattn.feature_maps._fitted import shared
-from linattn.feature_maps._statistics import (
-    call_queries,
-    check_fit,
-    geometric_mean,
-    group_queries,
-    second_moment,
-    spectral,
-    token_mean,
-)
+from linattn.feature_maps._fitted import grouped_sample, second_moment, shared, spectral, token_mean
 from linattn.feature_maps._wrapper import Wrapper
 
 # Beyond this condition number the inverse of M in float64 no longer keeps q·k to the digits float32 has.
@@ -96,9 +87,8 @@ class Balanced(Wrapper):
 
         Arguments and errors are those of `FittedMap.fit`.
         """
-        check_fit(query, key, self.head_dim)
+        grouped = grouped_sample(query, key, self.head_dim)
         with torch.no_grad():
-            grouped = group_queries(query, key.shape[1])
             self._set_fitted(_balancing(second_moment(grouped), second_moment(key), self.ridge))
             self._fit_inner(grouped, key)
         return self
@@ -163,7 +153,11 @@ def _balancing(query: Tensor, key: Tensor, ridge: float) -> Tensor:
         spectral(moment, lambda x: torch.maximum(x, ridge * x.amax(-1, keepdim=True)))
         for moment in (either, torch.where(size[1] > 0, key, either))
     )
-    return spectral(geometric_mean(spectral(query, torch.reciprocal), key), torch.sqrt)
+    # A # B = A^½ (A^-½ B A^-½)^½ A^½.
+    inverse = spectral(query, torch.reciprocal)
+    root, unroot = spectral(inverse, torch.sqrt), spectral(inverse, torch.rsqrt)
+    between = spectral(unroot @ key @ unroot, lambda x: x.clamp(min=0).sqrt())
+    return spectral(root @ between @ root, torch.sqrt)
 
 
 @final
@@ -233,9 +227,8 @@ class Centred(Wrapper):
             >>> Centred(Taylor(1)).fit(keys, 2 * keys).key_mean.tolist()
             [[[4.0]]]
         """
-        check_fit(query, key, self.head_dim)
+        grouped = grouped_sample(query, key, self.head_dim)
         with torch.no_grad():
-            grouped = group_queries(query, key.shape[1])
             self._set_fitted(token_mean(grouped, None).mean(0), token_mean(key, None).mean(0))
             self._fit_inner(grouped, key)
         return self
@@ -255,9 +248,7 @@ class Centred(Wrapper):
         """
         if self.query_mean is not None:
             return {}
-        if is_causal:
-            self._refuse_leak()
-        grouped, query_mask = call_queries(query, key, key_mask)
+        grouped, query_mask = self._call_queries(query, key, key_mask, is_causal=is_causal)
         return {"query_mean": token_mean(grouped, query_mask), "key_mean": token_mean(key, key_mask)}
 
     def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
