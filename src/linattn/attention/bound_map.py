@@ -37,8 +37,7 @@ class BoundMap(NamedTuple):
         """The map's logarithmic weights (B, H, G, L) of queries (B, H, G, L, D), in plain differentiable torch."""
         if self.feature_map.exponential:
             return None
-        log_weight = self.run(lambda feature_map, x: feature_map.query_log_weight(x), query.device, query.flatten(2, 3))
-        weight: Tensor | None = log_weight
+        weight: Tensor | None = self.run(lambda own, x: own.query_log_weight(x), query.device, query.flatten(2, 3))
         return None if weight is None else weight.unflatten(-1, query.shape[2:4])
 
 
@@ -69,10 +68,8 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by dotted name, each once, those that `DataParallel` gives its replicas included.
-
-    A decoding step asks twice; torch's own iterators would cost it a tenth of its time.
-    """
+    """Parameters and buffers by dotted name, each once, those that `DataParallel` gives its replicas included."""
+    # A decoding step asks twice; torch's own iterators would cost it a tenth of its time.
     seen = set()
     for prefix, child in module.named_modules() if module._modules else (("", module),):
         # A replica's parameters are plain tensors with a gradient; torch keeps their names here.
@@ -84,10 +81,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def with_swapped_tensors(module: M, tensors: Mapping[str, Tensor]) -> M:
-    """The module with other parameters and buffers of these dotted names: a shallow copy where there are any.
-
-    Submodules, settings and all other tensors are the module's own; the module is not written to. O(attributes) time.
-    """
+    """The module with other parameters and buffers of these dotted names: a shallow copy where there are any."""
     if not tensors:
         return module
     copy: M = object.__new__(type(module))

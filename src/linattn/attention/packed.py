@@ -187,8 +187,7 @@ class _Packing:
 
 def _rows(x: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
     """Tokens (1, heads, T, ·) as rows (n, heads, L, ·)."""
-    rows: Tensor = x[0].index_select(1, index).unflatten(1, shape)
-    return rows.transpose(0, 1)
+    return torch.unflatten(x[0].index_select(1, index), 1, shape).transpose(0, 1)
 
 
 def _checked_starts(cu_seqlens: Tensor, query: Tensor, key: Tensor) -> list[int]:

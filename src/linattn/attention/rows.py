@@ -90,12 +90,10 @@ def _weights(feature_map: FeatureMap, query: Tensor, key: Tensor, logit_bias: Te
         c = c.clamp(min=lowest(phi_k.dtype))
         phi_q = phi_q + c
         phi_q = torch.exp(phi_q - phi_q.detach().amax(-1, keepdim=True))
-        weights: Tensor = (phi_q @ torch.exp(exponents - c).mT).unflatten(2, query.shape[2:4])
-        return weights
+        return torch.unflatten(phi_q @ torch.exp(exponents - c).mT, 2, query.shape[2:4])
     log_weight = feature_map.key_log_weight(key)
     logs = logit_bias if log_weight is None else log_weight[:, :, None, None] + logit_bias
-    products: Tensor = (phi_q @ phi_k.mT).unflatten(2, query.shape[2:4])
-    return products * exponentials(logs)[0]
+    return torch.unflatten(phi_q @ phi_k.mT, 2, query.shape[2:4]) * exponentials(logs)[0]
 
 
 def _log_weights(feature_map: FeatureMap, query: Tensor, key: Tensor, logit_bias: Tensor) -> Tensor:
@@ -115,5 +113,4 @@ def _grouped_weights(feature_map: GroupedFeatureMap, query: Tensor, key: Tensor,
     weights, psi = exponentials(logs + logit_bias)[0].flatten(2, 3), feature_map.key(key)
     places = feature_map.places().to(query.dtype).expand(*number.shape[:2], -1, -1)
     phi_q, _ = feature_map.local_query(query, torch.take_along_dim(places, number, -2), weights @ psi)
-    products: Tensor = (weights * (phi_q @ psi.mT)).unflatten(2, shape)
-    return products
+    return torch.unflatten(weights * (phi_q @ psi.mT), 2, shape)

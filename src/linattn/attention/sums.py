@@ -34,15 +34,13 @@ class Sums(NamedTuple):
         return Sums(S, self.z * first + other.z * second, m)
 
     def decay(self, log_factor: Tensor) -> Sums:
-        """All weights times exp(log_factor), (B or 1, H or 1): a shift of m; the sums of no keys where it is -inf.
-
-        The maximum is a constant for gradients, so that of the factor goes through S and z, times exp(0).
-        """
+        """All weights times exp(log_factor), (B or 1, H or 1): a shift of m; the sums of no keys where it is -inf."""
         shift = log_factor.to(self.m.dtype).unsqueeze(-1)
         gone, none = shift == -torch.inf, lowest(self.m.dtype)
         # Half of it: a finite factor makes no key look like none.
         m = torch.where(self.m <= none, none, (self.m + shift.detach()).clamp(none / 2, -none / 2))
         S, z = self.S, self.z
+        # The maximum is a constant for gradients: that of the factor goes through S and z.
         if is_followed(shift):
             one = torch.exp(torch.where(gone, 0, shift - shift.detach()))
             S, z = S * one.unsqueeze(-1), z * one
@@ -75,11 +73,8 @@ _FAR = 64.0
 
 
 def split_factor(log_factor: Tensor, before: Tensor | None, shape: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
-    """A factor (B or 1, H or 1) on a state that has another apart, NaN and +inf refused: what exponents take of it, and
-    what is kept apart, (B, H), float64.
-
-    Graphs and vmap have no values to look at, and exponents take all of it. So they do where it is -inf.
-    """
+    """What exponents take of a factor (B or 1, H or 1) on a state, and what is kept apart, (B, H), float64."""
+    # Without values to look at exponents take all of it. So they do where it is -inf.
     if is_traced(log_factor) or is_transformed() or log_factor.is_meta:
         return log_factor, before
     if before is None and bool((log_factor.abs() <= _FAR).all()):
@@ -96,16 +91,14 @@ def split_factor(log_factor: Tensor, before: Tensor | None, shape: tuple[int, in
 
 
 def relative_to(state: State, bias: Tensor | None, length: int) -> tuple[State, Tensor | None, Tensor | None]:
-    """A state and the biases (B, H or 1, L) of tokens after it, relative to a factor apart (B, H), None for none.
-
-    It stays apart where the state's keys weigh at least as much as each token, else exponents take it.
-    """
+    """A state and the biases (B, H or 1, L) of tokens after it, relative to a factor apart (B, H), None for none."""
     apart = state.apart
     if apart is None:
         return state, bias, None
     newest = apart.new_full((1, 1), 0.0 if length else -torch.inf)
     if bias is not None and length:
         newest = bias.detach().amax(-1).to(apart.dtype)
+    # It stays apart where the state's keys weigh at least as much as each token.
     apart = torch.where(apart + _peak(state) >= newest, apart, 0)
     near = replace(state.without(apart), apart=None)
     if not bool(apart.any()):
@@ -118,6 +111,5 @@ def _peak(state: State) -> Tensor:
     """The largest exponent of what a state holds, (B, H); -inf where it holds nothing."""
     m = state.m.detach()
     exponents = torch.where(m <= lowest(m.dtype), -torch.inf, m)[..., : state.S.shape[2]]
-    biases = [] if state.window is None else [state.window.tokens().bias]
-    none = m.new_full((*m.shape[:2], 1), -torch.inf)
-    return torch.cat([none, exponents, *(x.detach() for x in biases)], -1).amax(-1)
+    biases = [] if state.window is None else [state.window.tokens().bias.detach()]
+    return torch.cat([m.new_full((*m.shape[:2], 1), -torch.inf), exponents, *biases], -1).amax(-1)

@@ -98,7 +98,13 @@ class Part(NamedTuple):
                 f"is_causal={is_causal} and key_bias {'given' if weights[1] is not None else 'None'}; with gates give "
                 "is_causal=True and no key_bias"
             )
-        _refuse_statistics(feature_map, query, key)
+        with torch.no_grad():
+            statistics = feature_map.call_tensors(query.detach(), key.detach(), key_mask=None, is_causal=False)
+        if statistics:
+            raise ValueError(
+                f"{type(feature_map).__name__} takes {', '.join(statistics)} from all tokens of a call, and a rank has "
+                "some of them; fit it to a sample first, or give each rank whole sequences"
+            )
         return cls(query, key, value, bias, gates)
 
     def keys(self, at: slice) -> Part:
@@ -163,14 +169,3 @@ class Part(NamedTuple):
         """The keys, and queries (B, Hkv, G, L, D), as backends take them."""
         bound = bind(feature_map, self.key, self.key, is_causal=True)
         return Call(bound, query, self.key, self.value, bias, is_causal=True)
-
-
-def _refuse_statistics(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:
-    """Refuse a map whose features depend on tokens of other ranks."""
-    with torch.no_grad():
-        statistics = feature_map.call_tensors(query.detach(), key.detach(), key_mask=None, is_causal=False)
-    if statistics:
-        raise ValueError(
-            f"{type(feature_map).__name__} takes {', '.join(statistics)} from all tokens of a call, and a rank has "
-            "some of them; fit it to a sample first, or give each rank whole sequences"
-        )

@@ -14,7 +14,6 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -56,11 +55,6 @@ class Ranks(NamedTuple):
     def is_last(self) -> bool:
         """Whether no part comes after this rank's."""
         return self.rank + 1 == self.size
-
-
-def offsets(lengths: Sequence[int]) -> list[int]:
-    """Where each part begins, and where the last one ends."""
-    return list(accumulate(lengths, initial=0))
 
 
 def _refuse_other_order() -> None:
@@ -125,11 +119,9 @@ def _swapped(ranks: Ranks, x: Tensor, sent: Sequence[int], received: Sequence[in
 
 
 def tied(x: Tensor, to: Tensor) -> Tensor:
-    """The first tensor; to a compiler it depends on the second.
-
-    A compiler moves a collective whose input is a constant into the forward pass, as on a rank that reads no state, and
-    leaves out one whose result no gradient needs, as on a rank without keys; the others would wait for it.
-    """
+    """The first tensor; to a compiler it depends on the second."""
+    # Or it would move a collective of a constant into the forward pass, and leave out one whose result no gradient
+    # needs; other ranks would wait for it.
     if not torch.compiler.is_compiling():
         return x
     return x + (0 * to.sum()).nan_to_num().to(x.dtype)

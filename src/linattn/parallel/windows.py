@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linattn.attention import State
 from linattn.attention.backends import Call, choose
 from linattn.attention.bound_map import bind
 from linattn.attention.window import WindowKeys, attend_around
 from linattn.feature_maps import FeatureMap
 from linattn.parallel.parts import Part, gathered, joined
-from linattn.parallel.ranks import Exchange, Ranks, offsets
+from linattn.parallel.ranks import Exchange, Ranks
 from linattn.positions import Gates
 from linattn.softmax import combine
 from linattn.softmax.attention import inert
@@ -39,7 +39,7 @@ class Views(NamedTuple):
     @classmethod
     def of(cls, lengths: Sequence[int], window: int, *, is_causal: bool) -> Views:
         """The views of parts of these lengths."""
-        starts = offsets(lengths)
+        starts = list(accumulate(lengths, initial=0))
         firsts = [max(start // window - 1, 0) * window for start in starts]
         ends = starts[1:] if is_causal else [min((-(-end // window) + 1) * window, starts[-1]) for end in starts[1:]]
         return cls(starts, firsts, ends)
@@ -47,7 +47,7 @@ class Views(NamedTuple):
     @classmethod
     def whole(cls, lengths: Sequence[int], *, is_causal: bool) -> Views:
         """The views of those who see everything, or everything before."""
-        starts = offsets(lengths)
+        starts = list(accumulate(lengths, initial=0))
         return cls(starts, [0] * len(starts), starts[1:] if is_causal else [starts[-1]] * len(lengths))
 
     def shared(self, holder: int, reader: int) -> slice:
@@ -116,23 +116,15 @@ def _bidirectional(
     spans = [side.absorbed(feature_map, backend) for side in (earlier, later)]
     (every_earlier, every_later), query = gathered(ranks, spans, view.query)
     nothing = view.nothing(feature_map)
-    others = joined(every_earlier[:rank], nothing), joined(every_later[rank + 1 :], nothing)
-    return _read_around(view._replace(query=query), views.starts[rank] - first, others, feature_map, window, backend)
-
-
-def _read_around(
-    view: Part, num_before: int, others: tuple[State, State], feature_map: FeatureMap, window: int, backend: str
-) -> Tensor:
-    """Rows (B, H, L, Dv) of the part's queries over its view and the states."""
-    (key, value), length = inert(view.bias, view.key, view.value), view.query.shape[2]
+    before, after = joined(every_earlier[:rank], nothing), joined(every_later[rank + 1 :], nothing)
+    key, value = inert(view.bias, view.key, view.value)
+    num_before, length = views.starts[rank] - first, query.shape[2]
     # As many rows as keys; those of the tokens around the part are dropped.
-    num_after = key.shape[2] - num_before - length
-    query = torch.nn.functional.pad(view.query, (0, 0, num_before, num_after)).unflatten(1, (key.shape[1], -1))
+    query = torch.nn.functional.pad(query, (0, 0, num_before, key.shape[2] - num_before - length))
+    query = query.unflatten(1, (key.shape[1], -1))
     call = Call(bind(feature_map, key, key, is_causal=True), query, key, value, view.bias, is_causal=True)
-    assert view.bias is not None
     with outside_autocast(key.device):
-        sums = others[0].sums, others[1].sums
-        partial = combine(*attend_around(call, choose(backend, call), window, sums))
+        partial = combine(*attend_around(call, choose(backend, call), window, (before.sums, after.sums)))
     return partial.out.flatten(1, 2)[:, :, num_before : num_before + length]
 
 

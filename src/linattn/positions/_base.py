@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from linattn.feature_maps import FeatureMap
 from linattn.softmax.checking import check_dense
-from linattn.softmax.precision import accumulation_dtype
 
 
 class Position(nn.Module, ABC):
@@ -122,8 +121,3 @@ def checked_positions(query: Tensor, key: Tensor, positions: Tensor, head_dim: i
         raise ValueError(f"positions must be ({length},) or ({batch}, {length}), got {tuple(positions.shape)}")
     rows = positions if positions.ndim == 2 else positions.unsqueeze(0)
     return rows.to(key.device, torch.float64).unsqueeze(1)
-
-
-def wide(x: Tensor) -> Tensor:
-    """x in at least float32."""
-    return x.to(accumulation_dtype(x.dtype))

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from linattn.feature_maps._arguments import check_count, check_number
-from linattn.positions._base import wide
 from linattn.positions.gates import Gate, Gates
-from linattn.softmax.precision import outside_autocast
+from linattn.softmax.precision import accumulation_dtype, outside_autocast
 
 InputGate = Literal["none", "exponential", "complement"]
 # At the start heads forget with time constants of 20 to 400 tokens, whatever the token.
@@ -86,7 +85,7 @@ class ForgetGate(Gate):
 def _projected(linear: nn.Linear, x: Tensor) -> Tensor:
     """W x + b, (B, L, E) -> (B, Hkv, L), in at least float32."""
     with outside_autocast(x.device):
-        x = wide(x)
+        x = x.to(accumulation_dtype(x.dtype))
         projected = nn.functional.linear(x, linear.weight.to(x.dtype), linear.bias.to(x.dtype))
         # As compiled graphs take it to be: logsigmoid's gradient follows other strides.
         return projected.mT.contiguous()

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from linattn.feature_maps import FeatureMap
 from linattn.feature_maps._arguments import check_count, check_number
-from linattn.positions._base import Position, checked_positions, wide
+from linattn.positions._base import Position, checked_positions
+from linattn.softmax.precision import accumulation_dtype
 from linattn.softmax.tracing import is_traced
 
 # A map's own kernel is a float64 oracle: rotating both sides moves it by roundings, or by far more.
@@ -125,19 +126,14 @@ def _rates(head_dim: int, base: float) -> Tensor:
 
 def _rotated(x: Tensor, at: Tensor, rates: Tensor) -> Tensor:
     """Tokens (B, H, L, D) at positions (B or 1, 1, L), in their dtype."""
-    angle = at.unsqueeze(-1) * rates
-    cos, sin = (wave.to(wide(x).dtype) for wave in (angle.cos(), angle.sin()))
-    first, second = wide(x).chunk(2, -1)
+    angle, dtype = at.unsqueeze(-1) * rates, accumulation_dtype(x.dtype)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    first, second = x.to(dtype).chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
 class ConcatenatedCodes(Position):
-    """[x; p]: a code of the position beside each query and key.
-
-    Abstract: the concrete classes say which code. A kernel exp(scale·q·k) is multiplied by exp(scale·p_i·p_j), exactly;
-    positive random features pay with variance: codes add scale·|p_i + p_j|² to s = scale·|q + k|². With an
-    elementwise map φ(p_i)·φ(p_j) is merely added to every weight, whatever the content.
-    """
+    """[x; p]: a code beside each query and key. It multiplies exp(scale·q·k) by exp(scale·p_i·p_j), exactly."""
 
     def __init__(self, head_dim: int, code_dim: int) -> None:
         check_count("head_dim", head_dim)

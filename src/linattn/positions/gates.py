@@ -214,15 +214,14 @@ def _checked(gates: Gates, key_mask: Tensor | None) -> Gates:
                 f"{name} must be (B or 1, Hkv, L), the same for both gates, got {tuple(x.shape)} beside log_forget of "
                 f"{tuple(gates.log_forget.shape)}"
             )
+    logs = [x.double() for x in named.values()]
     if key_mask is not None:
         check_bool(key_mask)
-    if key_mask is not None and (
-        key_mask.shape[-1] != gates.log_forget.shape[-1] or gates.log_forget.shape[0] not in (1, key_mask.shape[0])
-    ):
-        raise ValueError(
-            f"key_mask must be (B, L) for gates (B or 1, Hkv, L), got {tuple(key_mask.shape)} and "
-            f"{tuple(gates.log_forget.shape)}"
-        )
-    live = None if key_mask is None else key_mask.unsqueeze(1)
-    forget, *rest = (x.double() if live is None else torch.where(live, x.double(), 0.0) for x in named.values())
-    return Gates(forget.clamp(min=_LOWEST), rest[0] if rest else None)
+        batch, _, length = gates.log_forget.shape
+        if key_mask.shape[-1] != length or batch not in (1, key_mask.shape[0]):
+            raise ValueError(
+                f"key_mask must be (B, L) for gates (B or 1, Hkv, L), got {tuple(key_mask.shape)} and "
+                f"{tuple(gates.log_forget.shape)}"
+            )
+        logs = [torch.where(key_mask.unsqueeze(1), x, 0.0) for x in logs]
+    return Gates(logs[0].clamp(min=_LOWEST), *logs[1:])

@@ -191,15 +191,11 @@ class Kernel(NamedTuple):
 
 
 class Columns:
-    """Features of a call's tokens, some columns at a time, on the scale that keeps them finite.
-
-    Keys are relative to the largest of each feature, rows of queries to their own largest.
-    """
+    """Features of a call's tokens, some columns at a time: of keys relative to each feature's largest exponent."""
 
     def __init__(self, bound: BoundMap, tokens: Tokens) -> None:
         self._bound, self._tokens = bound, tokens
-        self._device = tokens.key.device
-        self.num_features = bound.feature_map.num_features
+        self._device, self.num_features = tokens.key.device, bound.feature_map.num_features
         with torch.no_grad():
             self._peak = self._key_peak()
             self._row_peak = self._query_peak()
@@ -212,10 +208,7 @@ class Columns:
     def of_queries(self, columns: slice) -> Tensor:
         """(B, H, G, L, C)."""
         query, peaks = self._tokens.query, (self._peak, self._row_peak)
-        features: Tensor = self._blocks(_query_columns, query.flatten(2, 3), peaks, columns).unflatten(
-            2, query.shape[2:4]
-        )
-        return features
+        return torch.unflatten(self._blocks(_query_columns, query.flatten(2, 3), peaks, columns), 2, query.shape[2:4])
 
     def _blocks(
         self, function: Callable[..., Tensor], x: Tensor, peaks: tuple[Tensor | None, ...], columns: slice
@@ -232,7 +225,7 @@ class Columns:
     def _key_peak(self) -> Tensor | None:
         """The largest exponent over attended keys of each feature, (B, H, 1, R or 1); None where there are none."""
         feature_map, key, alive = self._bound.feature_map, self._tokens.key, self._tokens.alive
-        highest = None
+        highest = key.new_full((*key.shape[:2], 1, feature_map.num_exponents), -torch.inf)
         for start in range(0, key.shape[2], _BLOCK):
             at = slice(start, start + _BLOCK)
             exponents = self._bound.run(_key_exponents, self._device, key[:, :, at])
@@ -240,24 +233,16 @@ class Columns:
                 return None
             if alive is not None:
                 exponents = exponents.masked_fill(~alive[:, None, at, None], -torch.inf)
-            peak = exponents.amax(2, keepdim=True)
-            highest = peak if highest is None else torch.maximum(highest, peak)
-        if highest is None:
-            return key.new_zeros(*key.shape[:2], 1, feature_map.num_exponents)
+            highest = torch.maximum(highest, exponents.amax(2, keepdim=True))
         return torch.where(highest == -torch.inf, 0, highest)
 
     def _query_peak(self) -> Tensor | None:
         """The largest exponent of each row of queries, (B, H, G·L, 1); None where features are no exponentials."""
         if not self._bound.feature_map.exponential:
             return None
-        rows = self._tokens.query.flatten(2, 3)
-        parts = [
-            (self._bound.run(lambda feature_map, x: feature_map.query(x), self._device, block) + self._peak).amax(
-                -1, keepdim=True
-            )
-            for block in rows.split(_BLOCK, 2)
-        ]
-        return torch.cat(parts, 2)
+        blocks = self._tokens.query.flatten(2, 3).split(_BLOCK, 2)
+        exponents = (self._bound.run(lambda own, x: own.query(x), self._device, block) for block in blocks)
+        return torch.cat([(x + self._peak).amax(-1, keepdim=True) for x in exponents], 2)
 
 
 def convolved(columns: Columns, tokens: Tokens, kernel: Kernel) -> tuple[Tensor, Tensor, Tensor]:
@@ -306,8 +291,7 @@ def _column_sums(value: Tensor, phi_k: Tensor, phi_q: Tensor, at: Tensor | None,
         sums = sums[..., value.shape[-1] - phi_q.shape[-1] : value.shape[-1]]
     else:
         sums = sums.gather(-1, at[:, None, None, None, None].expand(-1, *sums.shape[1:-1], -1))
-    products: Tensor = (phi_q * sums).sum(3)
-    return products
+    return torch.sum(phi_q * sums, 3)
 
 
 def _key_exponents(feature_map: FeatureMap, x: Tensor) -> Tensor | None:

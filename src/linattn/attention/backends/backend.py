@@ -21,9 +21,7 @@ class Rows(NamedTuple):
 
 
 def regular(den: Tensor) -> Tensor:
-    """Denominators to divide by: 1 for those of rows that saw no key, and no gradient through denormal ones, whose
-    inverse is beyond the dtype.
-    """
+    """Denominators to divide by: 1 for rows that saw no key, and no gradient through what has no inverse."""
     faint = torch.where(den == 0, 1, den).detach()
     return torch.where(den.abs() < torch.finfo(den.dtype).tiny, faint, den)
 
@@ -80,10 +78,7 @@ class Folding(Backend, Protocol):
 
 
 def attend_aligned(backend: Folding, call: Call, before: Sums, span: int) -> tuple[Rows, Sums]:
-    """Causal rows where queries and keys differ in number, and the sums after them.
-
-    Aligned bottom-right: keys before the first query are absorbed, queries before the first key read what came before.
-    """
+    """Causal rows where queries and keys differ in number, aligned bottom-right, and the sums after them."""
     extra = call.key.shape[2] - call.query.shape[3]
     if extra > 0:
         before = backend.absorb(call.with_keys(slice(extra)), before)

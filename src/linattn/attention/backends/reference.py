@@ -98,8 +98,7 @@ def _log_weights(lq: Tensor, lk: Tensor) -> Tensor:
         torch.cat([torch.logsumexp(few.unsqueeze(2) + key, -1) for few in query.split(step, 1)], 1)
         for query, key in zip(lq.flatten(0, 1), lk.flatten(0, 1), strict=True)
     ]
-    weights: Tensor = torch.stack(heads).unflatten(0, lq.shape[:2])
-    return weights
+    return torch.unflatten(torch.stack(heads), 0, lq.shape[:2])
 
 
 def _grouped_rows(

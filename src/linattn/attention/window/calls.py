@@ -30,11 +30,7 @@ _SEGMENT = 4096
 
 
 def attend_around(call: Call, backend: Backend, window: int, others: tuple[Sums, Sums]) -> list[Partial]:
-    """The parts of rows (B, H, G, L, ·) with a window: near keys exactly, all others by the map; masked ones are inert.
-
-    Where the call is a part of a sequence, the others are the keys before and after it; they must be two blocks or more
-    from every row that is wanted.
-    """
+    """The parts of rows with a window: near keys exactly, all others, two blocks away or more, by the map."""
     before, after = others
     local, call = near(call._replace(is_causal=False), backend, window), call._replace(is_causal=True)
     return [local, _earlier_blocks(call, backend, before, window), _later_blocks(call, backend, after, window)]
@@ -100,21 +96,15 @@ def attend_causal(call: Call, backend: Backend, before: Sums, keys: WindowKeys) 
 
 
 def _map_rows(call: Call, backend: Backend, first: int, before: Sums, window: int) -> tuple[Partial, Sums]:
-    """The rows from token `first` on over the map's keys: the state's, and the call's, which are left to it as blocks
-    begin, w at a time.
-    """
+    """The rows from token `first` on over the state's keys and the call's, which the map gets as blocks begin."""
     count, parts, state = call.key.shape[2], [], before
 
-    def rows(start: int, stop: int) -> Tensor:
-        return call.query[:, :, :, max(start - first, 0) : max(stop - first, 0)]
-
-    def read(start: int, stop: int) -> Partial:
-        some = call._replace(query=rows(start, stop))
-        return as_partial(some, backend.read(some, state))
+    def rows(start: int, stop: int) -> slice:
+        return slice(max(start - first, 0), max(stop - first, 0))
 
     length = first + call.query.shape[3]
     if first < 2 * window or count == 0:
-        parts.append(read(first, min(2 * window, length)))
+        parts.append(_over(call, rows(first, min(2 * window, length)), backend, state))
     if count:
         # The third block sees the keys left first, the last one all of them; between, keys lie a span behind.
         begin = min(max(first // window * window, 2 * window), count + window)
@@ -122,11 +112,11 @@ def _map_rows(call: Call, backend: Backend, first: int, before: Sums, window: in
         if begin < count + window:
             # Rows of tokens whose queries are not asked for are filled in and dropped.
             unasked = max(first - begin, 0)
-            query = torch.nn.functional.pad(rows(begin, count + window), (0, 0, unasked, 0))
+            query = torch.nn.functional.pad(call.query[..., rows(begin, count + window), :], (0, 0, unasked, 0))
             middle = call.with_keys(slice(begin - window, None))._replace(query=query)
             part, state = map_rows(middle, backend, state, span=window)
             parts.append(Partial(part.out[:, :, :, unasked:], part.log_normalizer[:, :, :, unasked:]))
-        parts.append(read(count + window, length))
+        parts.append(_over(call, rows(count + window, length), backend, state))
     return joined(parts), state
 
 

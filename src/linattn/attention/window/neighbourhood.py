@@ -130,8 +130,7 @@ class Piece(NamedTuple):
 
     def of_rows(self, x: Tensor) -> Tensor:
         """The rows of x (B, H, G, Lq, ·), a view (b, h, m, G, n, ·)."""
-        rows: Tensor = x[self.batch, self.heads, :, self.rows].unflatten(3, (self.num_blocks, -1))
-        return rows.transpose(2, 3)
+        return torch.unflatten(x[self.batch, self.heads, :, self.rows], 3, (self.num_blocks, -1)).transpose(2, 3)
 
     def of_keys(self, x: Tensor) -> Tensor:
         """The keys around each block of x (B, H, L, ·), (N, K, ·)."""
