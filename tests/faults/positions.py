@@ -62,8 +62,8 @@ FAULTS = (
     Fault(
         "let masked tokens make others fade",
         ROOM + "gates.py",
-        "x.double() if live is None else torch.where(live, x.double(), 0.0)",
-        "x.double()",
+        "[torch.where(key_mask.unsqueeze(1), x, 0.0) for x in logs]",
+        "logs",
         GATES,
     ),
     Fault(
@@ -83,8 +83,8 @@ FAULTS = (
     Fault(
         "sum logarithms of gates of 0",
         ROOM + "gates.py",
-        "forget.clamp(min=_LOWEST)",
-        "forget",
+        "logs[0].clamp(min=_LOWEST)",
+        "logs[0]",
         GATES,
     ),
     Fault(
@@ -111,8 +111,8 @@ FAULTS = (
     Fault(
         "take the scale of keys for the features",
         ROOM + "relative_bias.py",
-        "torch.exp(phi + peak[..., columns] - row_peak)",
-        "torch.exp(phi - row_peak)",
+        "torch.exp(phi + self._peak[..., columns] - self._row_peak[:, :, at])",
+        "torch.exp(phi - self._row_peak[:, :, at])",
         RELATIVE,
     ),
     Fault(

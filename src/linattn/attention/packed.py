@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,11 +67,10 @@ def linear_attention_packed(
     packing = _Packing((query, key, value), (key_mask, key_bias), feature_map, cu_seqlens, enable_gqa=enable_gqa)
     outs = [
         linear_attention(
-            *rows.tokens, feature_map, key_mask=rows.mask, key_bias=rows.bias, is_causal=is_causal,
-            enable_gqa=enable_gqa, backend=backend,
+            *qkv, feature_map, key_mask=mask, key_bias=bias, is_causal=is_causal, enable_gqa=enable_gqa, backend=backend
         )
-        for rows in packing.batches()
-    ]  # fmt: skip
+        for qkv, mask, bias in packing.batches()
+    ]
     return packing.packed(outs)
 
 
@@ -107,21 +105,13 @@ def linear_attention_packed_with_state(
     packing = _Packing((query, key, value), (key_mask, key_bias), feature_map, cu_seqlens, enable_gqa=enable_gqa)
     attended = [
         linear_attention_with_state(
-            *rows.tokens, feature_map, key_mask=rows.mask, key_bias=rows.bias, enable_gqa=enable_gqa, backend=backend
+            *qkv, feature_map, key_mask=mask, key_bias=bias, enable_gqa=enable_gqa, backend=backend
         )
-        for rows in packing.batches()
+        for qkv, mask, bias in packing.batches()
     ]
     sums = zip(*(one.state.sums for one in attended), strict=True)
     S, z, m = (in_order(packing.groups, rows) for rows in sums)
     return Attended(packing.packed([one.out for one in attended]), State(S, z, m, attended[0].state.built_with))
-
-
-class _Batch(NamedTuple):
-    """Sequences of similar lengths as rows of one batch."""
-
-    tokens: tuple[Tensor, Tensor, Tensor]  # (n, heads, L, ·)
-    mask: Tensor | None  # (n, L) bool
-    bias: Tensor | None  # (n, Hkv or 1, L)
 
 
 class _Packing:
@@ -144,8 +134,8 @@ class _Packing:
             groups.setdefault(self._length(sequence).bit_length(), []).append(sequence)
         self.groups = [tuple(group) for group in groups.values()]
 
-    def batches(self) -> Iterator[_Batch]:
-        """Batches of each power of two."""
+    def batches(self) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]]:
+        """Of each power of two tokens (n, heads, L, ·), their mask (n, L) and their bias (n, Hkv or 1, L)."""
         for group in self.groups:
             longest = max(map(self._length, group))
             starts = self._index([self._starts[x] for x in group]).unsqueeze(-1)
@@ -159,7 +149,7 @@ class _Packing:
                 in_sequence = numbers < lengths
                 mask = in_sequence if mask is None else in_sequence & mask
             bias = None if self._bias is None else _rows(self._bias.unsqueeze(-1), index, shape).squeeze(-1)
-            yield _Batch((query, key, value), mask, bias)
+            yield (query, key, value), mask, bias
 
     def packed(self, outs: Sequence[Tensor]) -> Tensor:
         """(1, H, T, Dv) of the batches' outputs (n, H, L, Dv)."""

@@ -58,19 +58,13 @@ def mean_cosine(square: Tensor, head_dim: int, lengths: Lengths) -> Tensor:
     return sphere_cosine(head_dim, square * head_dim)
 
 
-def exponential_variance(s: Tensor, rows: Rows) -> Tensor:
-    """Relative variance with g = exp, as a function of s = |x + y|²."""
+def exponential_variance(s: Tensor, rows: Rows, *, is_hyperbolic: bool = False) -> Tensor:
+    """Relative variance with g = exp, or cosh, as a function of s = |x + y|²."""
     log_mean = log_mean_exp(s, rows.head_dim, rows.lengths)
     second = torch.expm1(log_mean_exp(4 * s, rows.head_dim, rows.lengths) - 2 * log_mean)
-    return combine(second, pair_excess(s, rows), rows)
-
-
-def hyperbolic_variance(s: Tensor, rows: Rows) -> Tensor:
-    """Relative variance with g = cosh, as a function of s = |x + y|²."""
-    log_mean = log_mean_exp(s, rows.head_dim, rows.lengths)
-    # (G(4s) + 1)/2 over G(s)², less one.
-    up = torch.expm1(log_mean_exp(4 * s, rows.head_dim, rows.lengths) - 2 * log_mean)
-    second = (up + torch.expm1(-2 * log_mean)) / 2
+    if is_hyperbolic:
+        # (G(4s) + 1)/2 over G(s)², less one.
+        second = (second + torch.expm1(-2 * log_mean)) / 2
     return combine(second, pair_excess(s, rows), rows)
 
 

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._moments import cosine_variance, exponential_variance, hyperbolic_variance, mean_cosine
+from linattn.feature_maps._moments import cosine_variance, exponential_variance, mean_cosine
 from linattn.feature_maps._powers import multiplied
 from linattn.feature_maps._softmax_estimator import ExponentialEstimator, SoftmaxEstimator
 
@@ -103,7 +103,7 @@ class Hyperbolic(ExponentialEstimator):
 
     def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
         """Variance over draws divided by the squared kernel; a function of `sum_square` alone."""
-        return hyperbolic_variance(sum_square, self._rows())
+        return exponential_variance(sum_square, self._rows(), is_hyperbolic=True)
 
 
 @final

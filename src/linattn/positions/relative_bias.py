@@ -202,25 +202,37 @@ class Columns:
 
     def of_keys(self, columns: slice) -> Tensor:
         """(B, H, L, C)."""
-        features = self._blocks(_key_columns, self._tokens.key, (self._peak,), columns)
+        features = self._blocks(self._key_columns, self._tokens.key, columns)
         return features if self._tokens.alive is None else features * self._tokens.alive[:, None, :, None]
 
     def of_queries(self, columns: slice) -> Tensor:
         """(B, H, G, L, C)."""
-        query, peaks = self._tokens.query, (self._peak, self._row_peak)
-        return torch.unflatten(self._blocks(_query_columns, query.flatten(2, 3), peaks, columns), 2, query.shape[2:4])
+        query = self._tokens.query
+        return torch.unflatten(self._blocks(self._query_columns, query.flatten(2, 3), columns), 2, query.shape[2:4])
 
-    def _blocks(
-        self, function: Callable[..., Tensor], x: Tensor, peaks: tuple[Tensor | None, ...], columns: slice
-    ) -> Tensor:
+    def _blocks(self, function: Callable[..., Tensor], x: Tensor, columns: slice) -> Tensor:
         """A function of tokens and columns, block by block of tokens; backward computes features again."""
-        parts = []
-        for start in range(0, max(x.shape[2], 1), _BLOCK):
-            at = slice(start, start + _BLOCK)
-            row = tuple(peak if i == 0 or peak is None else peak[:, :, at] for i, peak in enumerate(peaks))
-            run = partial(self._bound.run, function, self._device)
-            parts.append(recomputed(run, x[:, :, at], *row, columns))
-        return torch.cat(parts, 2)
+        run = partial(self._bound.run, function, self._device)
+        blocks = (slice(start, start + _BLOCK) for start in range(0, max(x.shape[2], 1), _BLOCK))
+        return torch.cat([recomputed(run, x[:, :, at], at, columns) for at in blocks], 2)
+
+    def _key_columns(self, feature_map: FeatureMap, x: Tensor, at: slice, columns: slice) -> Tensor:
+        """Features of keys relative to their largest."""
+        phi = feature_map.key(x)[..., columns]
+        if self._peak is None:
+            return phi
+        if feature_map.exponential:
+            return torch.exp(phi - self._peak[..., columns])
+        exponents = _key_exponents(feature_map, x)
+        assert exponents is not None
+        return phi * torch.exp(exponents - self._peak)
+
+    def _query_columns(self, feature_map: FeatureMap, x: Tensor, at: slice, columns: slice) -> Tensor:
+        """Features of queries, exponentials relative to the row's largest."""
+        phi = feature_map.query(x)[..., columns]
+        if self._peak is None or self._row_peak is None:
+            return phi
+        return torch.exp(phi + self._peak[..., columns] - self._row_peak[:, :, at])
 
     def _key_peak(self) -> Tensor | None:
         """The largest exponent over attended keys of each feature, (B, H, 1, R or 1); None where there are none."""
@@ -300,25 +312,3 @@ def _key_exponents(feature_map: FeatureMap, x: Tensor) -> Tensor | None:
         return feature_map.key(x)
     weight = feature_map.key_log_weight(x)
     return None if weight is None else weight.unsqueeze(-1)
-
-
-def _key_columns(feature_map: FeatureMap, x: Tensor, peak: Tensor | None, columns: slice) -> Tensor:
-    """Features of keys relative to their largest."""
-    phi = feature_map.key(x)[..., columns]
-    if peak is None:
-        return phi
-    if feature_map.exponential:
-        return torch.exp(phi - peak[..., columns])
-    exponents = _key_exponents(feature_map, x)
-    assert exponents is not None
-    return phi * torch.exp(exponents - peak)
-
-
-def _query_columns(
-    feature_map: FeatureMap, x: Tensor, peak: Tensor | None, row_peak: Tensor | None, columns: slice
-) -> Tensor:
-    """Features of queries, exponentials relative to the row's largest."""
-    phi = feature_map.query(x)[..., columns]
-    if peak is None or row_peak is None:
-        return phi
-    return torch.exp(phi + peak[..., columns] - row_peak)
