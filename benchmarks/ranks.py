@@ -23,9 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 import linattn
 from linattn import parallel
-from linattn.parallel.parts import Part
+from linattn.parallel.parts import Part, Views, with_neighbours
 from linattn.parallel.ranks import Ranks
-from linattn.parallel.windows import Views, with_neighbours
 from measuring import HEAD_DIM, NUM_FEATURES, favor, forward_and_backward, relative_error, tokens
 
 # Of what is timed; twice as many are dealt out to ranks.

@@ -61,14 +61,14 @@ FAULTS = (
     ),
     Fault(
         "count a window's blocks from each part's start",
-        ROOM + "windows.py",
+        ROOM + "parts.py",
         "[max(start // window - 1, 0) * window for start in starts]",
         "[max(start - window, 0) for start in starts]",
         PARTS,
     ),
     Fault(
         "let a part's last rows miss the block after them",
-        ROOM + "windows.py",
+        ROOM + "parts.py",
         "min((-(-end // window) + 1) * window, starts[-1])",
         "min(-(-end // window) * window, starts[-1])",
         PARTS,

@@ -85,8 +85,7 @@ class State(Restored):
             device: where the sums live.
         """
         check_map(feature_map)
-        sum_dtype = accumulation_dtype(dtype)
-        sums = no_sums(feature_map, batch_size, num_heads, value_dim, sum_dtype, torch.device(device))
+        sums = no_sums(feature_map, batch_size, num_heads, value_dim, accumulation_dtype(dtype), torch.device(device))
         return cls(*sums, feature_map.fingerprint())
 
     def absorb(
@@ -228,14 +227,12 @@ class State(Restored):
             )
         grouped: Tensor = query.unflatten(1, (heads, -1))
         with outside_autocast(query.device):
-            parts = []
-            if self.window is not None:
-                parts.append(attend_to_all(grouped, self.window.tokens(), feature_map.scale))
             bound = bind(feature_map, query, query, is_causal=True)
             # Backends are asked about a call: one with no keys but the state's.
             call = Call(bound, grouped, query[:, :heads, :0], query[:, :heads, :0], None, is_causal=True)
-            parts.append(as_partial(call, choose("auto", call).read(call, self._relative_sums)))
-            part = parts[0] if len(parts) == 1 else combine(*parts)
+            part = as_partial(call, choose("auto", call).read(call, self._relative_sums))
+            if self.window is not None:
+                part = combine(attend_to_all(grouped, self.window.tokens(), feature_map.scale), part)
         return part.times(self.apart).ungrouped()
 
     def select(self, indices: Tensor) -> State:

@@ -16,9 +16,8 @@ from linattn.nn import Attention, LinearAttention, SoftmaxAttention
 from linattn.nn.attention import Heads
 from linattn.nn.streams import KeptTokens
 from linattn.parallel.functional import linear_attention
-from linattn.parallel.parts import Part
+from linattn.parallel.parts import Part, Views, with_neighbours
 from linattn.parallel.ranks import Fields, Ranks, agreed, exchange_fields, fields_of_call, kind_of_gates
-from linattn.parallel.windows import Views, with_neighbours
 from linattn.positions import gate_bias
 
 

@@ -11,9 +11,8 @@ from linattn.attention import State
 from linattn.attention.backends import check_backend
 from linattn.attention.window import check_window
 from linattn.feature_maps import FeatureMap
-from linattn.parallel.parts import Part, gathered, joined
+from linattn.parallel.parts import Part, attend_with_window, gathered, joined, refuse_left_padding
 from linattn.parallel.ranks import Ranks, agreed, fields_of_call, kind_of_gates, tied
-from linattn.parallel.windows import attend_with_window, refuse_left_padding
 from linattn.positions import Gates
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from linattn.attention.backends.backend import Call, Rows, regular
 from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
+from linattn.softmax.attention import causal_mask, inert
 
 # Terms of the logarithms that are summed at once.
 _FEW_TERMS = 2**18
@@ -30,7 +31,8 @@ class Reference:
         """All weights, then their sums."""
         bound, *tokens, bias, is_causal = call
         num_queries, num_keys = call.query.shape[3], call.key.shape[2]
-        visible = _visible(num_queries, num_keys, call.key.device, is_causal=is_causal, span=span)
+        every = torch.ones(num_queries, num_keys, dtype=torch.bool, device=call.key.device)
+        visible = causal_mask(num_queries, num_keys, call.key.device, span) if is_causal else every
         rows, sums = bound.run(_attend, call.key.device, *tokens, bias, before, visible)
         return Rows(*rows), Sums(*sums)
 
@@ -55,11 +57,8 @@ def _attend(
     """Rows and sums with the map's tensors in place."""
     m = before.m
     sums = torch.cat((before.S, before.z.unsqueeze(-1)), -1)
-    if bias is None:
-        bias = sums.new_zeros(1, 1, key.shape[2])
-    else:
-        masked = bias.unsqueeze(-1) == -torch.inf
-        key, value = (torch.where(masked, 0, x) for x in (key, value))
+    key, value = inert(bias, key, value)
+    bias = sums.new_zeros(1, 1, key.shape[2]) if bias is None else bias
     rise = torch.where(visible, bias[:, :, None, None], -torch.inf)  # (B, H or 1, 1, Lq, Lk)
     q, k = query.to(sums.dtype), key.to(sums.dtype)
     extended = torch.cat((value, value.new_ones(*value.shape[:-1], 1)), -1).to(sums.dtype)
@@ -126,15 +125,6 @@ def _grouped_rows(
     den = torch.where(row_sums[..., -1] < least / 2, least, row_sums[..., -1])
     row_sums = torch.cat((row_sums[..., :-1], den.unsqueeze(-1)), -1)
     return row_sums.unflatten(2, shape), (reference + log_weight).unflatten(2, shape)
-
-
-def _visible(num_queries: int, num_keys: int, device: torch.device, *, is_causal: bool, span: int) -> Tensor:
-    """Which keys a query sees, (Lq, Lk)."""
-    every = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-    if span:
-        number = torch.arange(num_keys, device=device) // span
-        return number.unsqueeze(-1) > number
-    return every.tril(num_keys - num_queries) if is_causal else every
 
 
 def _peak(exponents: Tensor, like: Tensor) -> Tensor:
