@@ -31,7 +31,7 @@ FAULTS = (
     ),
     Fault(
         "leave a stream's recent keys undecayed",
-        "attention/window/keys.py",
+        "attention/window/calls.py",
         "bias=self.recent.bias + shift",
         "bias=self.recent.bias",
         LAWS,

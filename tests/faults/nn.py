@@ -165,7 +165,7 @@ FAULTS = (
     ),
     Fault(
         "hand logsigmoid the strides that compiled graphs do not expect",
-        "positions/decay.py",
+        "positions/gates.py",
         "projected.mT.contiguous()",
         "projected.mT",
         "tests/nn/test_training.py",

@@ -262,12 +262,12 @@ class Expansion(GroupedFeatureMap, FittedMap):
 
 def _sampled(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Evenly spread tokens (B, H, N, D) in at least float32 and their weights (B, H, N), 0 for masked ones."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
     if x.shape[-2] == 0:
-        nothing = x.new_zeros(*x.shape[:-2], 1, x.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32))
+        nothing = x.new_zeros(*x.shape[:-2], 1, x.shape[-1], dtype=dtype)
         return nothing, nothing[..., 0]
     if mask is None:
-        points = x[..., :: -(-x.shape[-2] // _MOST_POINTS), :]
-        points = points.to(torch.promote_types(x.dtype, torch.float32))
+        points = x[..., :: -(-x.shape[-2] // _MOST_POINTS), :].to(dtype)
         return points, points.new_ones(points.shape[:-1])
     live = by_head(mask).expand(x.shape[:-1])
     if x.shape[-2] > _MOST_POINTS:
@@ -277,5 +277,4 @@ def _sampled(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         place = torch.arange(_MOST_POINTS, device=x.device) * (-(-number // _MOST_POINTS))
         index, live = torch.searchsorted(reach, place + 1).clamp(max=x.shape[-2] - 1), place < number
         x = torch.take_along_dim(x, index.unsqueeze(-1), dim=-2)
-    points = x.to(torch.promote_types(x.dtype, torch.float32))
-    return torch.where(live.unsqueeze(-1), points, 0), live.to(points.dtype)
+    return torch.where(live.unsqueeze(-1), x.to(dtype), 0), live.to(dtype)

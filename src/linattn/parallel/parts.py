@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from linattn.attention import State, linear_attention_with_state
-from linattn.attention._check import check_map, checked_for
+from linattn.attention._check import checked_for
 from linattn.attention.backends import Call, choose
 from linattn.attention.bound_map import bind
 from linattn.attention.window import WindowKeys, attend_around
@@ -98,7 +98,6 @@ class Part(NamedTuple):
         enable_gqa: bool,
     ) -> Part:
         """The tokens of a call, wrong ones refused."""
-        check_map(feature_map)
         query, key, value, bias = checked_for(feature_map, tokens, *weights, enable_gqa=enable_gqa)
         if is_causal and query.shape[2] != key.shape[2]:
             raise ValueError(

@@ -19,14 +19,14 @@ features, C features of a chunk, Hb heads of a bias that share a key/value head,
 M the longest sequence.
 """
 
-from linattn.positions._base import Position as Position
-from linattn.positions._base import token_positions as token_positions
-from linattn.positions.decay import FixedDecay as FixedDecay
-from linattn.positions.decay import ForgetGate as ForgetGate
 from linattn.positions.encodings import LearnedCodes as LearnedCodes
+from linattn.positions.encodings import Position as Position
 from linattn.positions.encodings import Rotary as Rotary
 from linattn.positions.encodings import SinusoidalCodes as SinusoidalCodes
 from linattn.positions.encodings import rotary as rotary
+from linattn.positions.encodings import token_positions as token_positions
+from linattn.positions.gates import FixedDecay as FixedDecay
+from linattn.positions.gates import ForgetGate as ForgetGate
 from linattn.positions.gates import Gate as Gate
 from linattn.positions.gates import GateBias as GateBias
 from linattn.positions.gates import Gates as Gates
