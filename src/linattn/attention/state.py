@@ -12,7 +12,6 @@ from torch import Tensor
 from linattn.attention._check import check_continues, check_map, check_tensors, checked_for
 from linattn.attention.backends import Call, choose
 from linattn.attention.backends.backend import as_partial
-from linattn.attention.bound_map import bind
 from linattn.attention.sums import Sums, no_sums, relative_to, split_factor
 from linattn.attention.window import WindowKeys, decayed
 from linattn.feature_maps import FeatureMap
@@ -227,9 +226,8 @@ class State(Restored):
             )
         grouped: Tensor = query.unflatten(1, (heads, -1))
         with outside_autocast(query.device):
-            bound = bind(feature_map, query, query, is_causal=True)
             # Backends are asked about a call: one with no keys but the state's.
-            call = Call(bound, grouped, query[:, :heads, :0], query[:, :heads, :0], None, is_causal=True)
+            call = Call.causal(feature_map, grouped, query[:, :heads, :0], query[:, :heads, :0])
             part = as_partial(call, choose("auto", call).read(call, self._relative_sums))
             if self.window is not None:
                 part = combine(attend_to_all(grouped, self.window.tokens(), feature_map.scale), part)
@@ -317,8 +315,7 @@ class State(Restored):
         self, feature_map: FeatureMap, key: Tensor, value: Tensor, bias: Tensor | None, apart: Tensor | None
     ) -> State:
         """The state with these keys in the sums, and no window; a factor apart is on all of them."""
-        bound = bind(feature_map, key, key, is_causal=True)
-        call = Call(bound, key.unsqueeze(2), key, value, bias, is_causal=True)
+        call = Call.causal(feature_map, key.unsqueeze(2), key, value, bias)
         with outside_autocast(key.device):
             return State(*choose("auto", call).absorb(call, self._relative_sums), self.built_with, apart=apart)
 

@@ -73,7 +73,7 @@ _FAR = 64.0
 
 
 def split_factor(log_factor: Tensor, before: Tensor | None, shape: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
-    """What exponents take of a factor (B or 1, H or 1) on a state, and what is kept apart, (B, H), float64."""
+    """The part of a factor (B or 1, H or 1) on a state that exponents take, and that kept apart, (B, H), float64."""
     # Without values to look at exponents take all of it. So they do where it is -inf.
     if is_traced(log_factor) or is_transformed() or log_factor.is_meta:
         return log_factor, before

@@ -13,7 +13,6 @@ features, m rows of a projection W: R of them, or R/2 where each makes two featu
 from linattn.feature_maps._base import FeatureMap as FeatureMap
 from linattn.feature_maps._base import features as features
 from linattn.feature_maps._fitted import FittedMap as FittedMap
-from linattn.feature_maps._grouped import GroupedFeatureMap as GroupedFeatureMap
 from linattn.feature_maps._random_base import RandomFeatureMap as RandomFeatureMap
 from linattn.feature_maps._wrapper import Wrapper as Wrapper
 from linattn.feature_maps.elementwise import Dpfp as Dpfp
@@ -23,6 +22,7 @@ from linattn.feature_maps.elementwise import Exponential as Exponential
 from linattn.feature_maps.elementwise import Identity as Identity
 from linattn.feature_maps.elementwise import Relu as Relu
 from linattn.feature_maps.expansion import Expansion as Expansion
+from linattn.feature_maps.expansion import GroupedFeatureMap as GroupedFeatureMap
 from linattn.feature_maps.learned import Hedgehog as Hedgehog
 from linattn.feature_maps.learned import LearnedExponential as LearnedExponential
 from linattn.feature_maps.learned import LearnedMap as LearnedMap

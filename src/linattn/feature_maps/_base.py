@@ -97,9 +97,8 @@ class FeatureMap(nn.Module, ABC):
     def read_fingerprint(self, followed: Collection[str]) -> str:
         """`fingerprint`, outside a graph: values are read."""
         has_any = self._parameters or self._modules  # torch's iterator costs a decoding step more than the rest
-        names = [name for name, _ in self.named_parameters() if name not in followed] if has_any else []
-        parameters = dict(self.named_parameters()) if names else {}
-        weights, draws = digest_of_weights(parameters[name] for name in names) if names else "", self.draw_digest()
+        parameters = [x for name, x in self.named_parameters() if name not in followed] if has_any else []
+        weights, draws = digest_of_weights(parameters) if parameters else "", self.draw_digest()
         digest = f"{weights}-{draws}" if weights and draws else weights + draws
         # Of a map without modules torch's own `repr` says the same, at a tenth of a decoding step's time.
         said = repr(self) if self._modules else f"{self._get_name()}({self.extra_repr()})"

@@ -1,7 +1,4 @@
-"""Maps that learn from sample queries and keys, and the statistics they take.
-
-Letters as in feature_maps/__init__.py, N points, C centres.
-"""
+"""Maps that learn from samples, and their statistics; letters as in feature_maps/__init__.py, N points, C centres."""
 
 from __future__ import annotations
 

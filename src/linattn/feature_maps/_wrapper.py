@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linattn.feature_maps._base import FeatureMap
 from linattn.feature_maps._fitted import FittedMap
-from linattn.feature_maps._grouped import GroupedFeatureMap
+from linattn.feature_maps.expansion import GroupedFeatureMap
 from linattn.softmax.precision import LOG2_E
 
 

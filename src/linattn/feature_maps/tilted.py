@@ -318,7 +318,6 @@ class Sderf(ExponentialEstimator, FittedMap):
     def _refresh(self) -> None:
         """A and (I - 4A)^½ for the current S, and what is made with them."""
         super()._refresh()
-        self._tilt = None
         if self.second_moment is None:
             return
         with torch.inference_mode(False), torch.no_grad():

@@ -135,7 +135,6 @@ class Balanced(Wrapper):
     def _refresh(self) -> None:
         """M and its exact inverse, for the dtypes they are used with, as they multiply from the right."""
         super()._refresh()
-        self._prepared = {}
         if self.transform is None:
             return
         with torch.inference_mode(False), torch.no_grad():

@@ -102,9 +102,8 @@ def linear_attention(
 
     options = {"is_causal": is_causal, "enable_gqa": enable_gqa, "gates": kind_of_gates(gates), "backend": backend}
     options["lengths"] = "None" if lengths is None else "given"
-    fields = fields_of_call(
-        "parallel.linear_attention", tokens, feature_map, window, (key_bias, *(gates or ())), **options
-    )
+    followed = key_bias, *(gates or ())
+    fields = fields_of_call("parallel.linear_attention", tokens, feature_map, window, followed, **options)
     fields |= {f"lengths[{rank}]": int(length) for rank, length in enumerate(lengths or ())}
     part, lengths_of_ranks = agreed(ranks, fields, check, tokens)
     part = part._replace(query=tied(part.query, lengths_of_ranks), key=tied(part.key, lengths_of_ranks))

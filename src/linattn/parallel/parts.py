@@ -19,7 +19,6 @@ from torch import Tensor
 from linattn.attention import State, linear_attention_with_state
 from linattn.attention._check import checked_for
 from linattn.attention.backends import Call, choose
-from linattn.attention.bound_map import bind
 from linattn.attention.window import WindowKeys, attend_around
 from linattn.feature_maps import FeatureMap
 from linattn.parallel.ranks import Exchange, Gather, Ranks
@@ -162,7 +161,7 @@ class Part(NamedTuple):
     def read(self, feature_map: FeatureMap, state: State, backend: str) -> Tensor:
         """The rows over a state's keys alone, (B, H, Lq, Dv)."""
         query = self.query.unflatten(1, (self.key.shape[1], -1))
-        call = self._call(feature_map, query, None)
+        call = Call.causal(feature_map, query, self.key, self.value)
         with outside_autocast(query.device):
             return choose(backend, call).read(call, state.sums).out.flatten(1, 2)
 
@@ -173,14 +172,9 @@ class Part(NamedTuple):
 
     def _after(self, feature_map: FeatureMap, before: State, bias: Tensor | None, backend: str) -> State:
         """The state after the keys."""
-        call = self._call(feature_map, self.key.unsqueeze(2), bias)
+        call = Call.causal(feature_map, self.key.unsqueeze(2), self.key, self.value, bias)
         with outside_autocast(self.key.device):
             return State(*choose(backend, call).absorb(call, before.sums), before.built_with)
-
-    def _call(self, feature_map: FeatureMap, query: Tensor, bias: Tensor | None) -> Call:
-        """The keys, and queries (B, Hkv, G, L, D), as backends take them."""
-        bound = bind(feature_map, self.key, self.key, is_causal=True)
-        return Call(bound, query, self.key, self.value, bias, is_causal=True)
 
 
 class Views(NamedTuple):
@@ -276,7 +270,7 @@ def _bidirectional(
     # As many rows as keys; those of the tokens around the part are dropped.
     query = torch.nn.functional.pad(query, (0, 0, num_before, key.shape[2] - num_before - length))
     query = query.unflatten(1, (key.shape[1], -1))
-    call = Call(bind(feature_map, key, key, is_causal=True), query, key, value, view.bias, is_causal=True)
+    call = Call.causal(feature_map, query, key, value, view.bias)
     with outside_autocast(key.device):
         partial = combine(*attend_around(call, choose(backend, call), window, (before.sums, after.sums)))
     return partial.out.flatten(1, 2)[:, :, num_before : num_before + length]

@@ -75,7 +75,6 @@ class Position(nn.Module, ABC):
 
     def check_positions(self, at: Tensor) -> None:
         """Refuse positions that the encoding does not have."""
-        return
 
 
 def token_positions(key_mask: Tensor, start: Tensor | int = 0) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from linattn.attention.bound_map import BoundMap
+from linattn.attention.bound_map import BoundMap, bind
 from linattn.attention.sums import Sums
+from linattn.feature_maps import FeatureMap
 from linattn.softmax.partial import Partial
 
 
@@ -35,6 +36,13 @@ class Call(NamedTuple):
     value: Tensor  # (B, H, Lk, Dv)
     bias: Tensor | None  # (B, H or 1, Lk), in the accumulation dtype, -inf for masked keys
     is_causal: bool
+
+    @classmethod
+    def causal(
+        cls, feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
+    ) -> Call:
+        """A causal call, of which a map takes no statistics."""
+        return cls(bind(feature_map, key, key, is_causal=True), query, key, value, bias, is_causal=True)
 
     def with_keys(self, part: slice) -> Call:
         """The call over some of its keys."""
