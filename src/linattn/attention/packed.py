@@ -154,15 +154,14 @@ class _Packing:
     def packed(self, outs: Sequence[Tensor]) -> Tensor:
         """(1, H, T, Dv) of the batches' outputs (n, H, L, Dv)."""
         flat = torch.cat([out.transpose(0, 1).flatten(1, 2) for out in outs], 1)
-        begins, first = [0] * (len(self._starts) - 1), 0
+        # How far each sequence has moved.
+        moves, first = [0] * (len(self._starts) - 1), 0
         for group, out in zip(self.groups, outs, strict=True):
             for row, sequence in enumerate(group):
-                begins[sequence] = first + row * out.shape[2]
+                moves[sequence] = first + row * out.shape[2] - self._starts[sequence]
             first += len(group) * out.shape[2]
-        # How far each sequence has moved, token by token.
-        moved = self._index([begin - start for begin, start in zip(begins, self._starts[:-1], strict=True)])
-        lengths = self._index([self._length(x) for x in range(len(begins))])
-        places = moved.repeat_interleave(lengths, output_size=self._starts[-1])
+        lengths = self._index([self._length(x) for x in range(len(moves))])
+        places = self._index(moves).repeat_interleave(lengths, output_size=self._starts[-1])
         places = places + torch.arange(self._starts[-1], device=places.device)
         return flat.index_select(1, places).unsqueeze(0)
 

@@ -163,8 +163,7 @@ class State(Restored):
                 f"log_factor must be a number or (B or 1, H or 1) with (B, H) = {(batch, heads)}, got "
                 f"{tuple(factor.shape)}"
             )
-        factor = factor.reshape(1, 1) if factor.ndim == 0 else factor
-        return self._decayed(*split_factor(factor, self.apart, (batch, heads)))
+        return self._decayed(*split_factor(torch.atleast_2d(factor), self.apart, (batch, heads)))
 
     def merge(self, other: State) -> State:
         """The state of both sets of keys; O(R·Dv).

@@ -330,8 +330,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
         # Keys that are all alike leave no metric: any will do.
         ridge = torch.where(size > 0, size * _RIDGE, 1)[..., None, None]
         metric = covariance + ridge * torch.eye(self.head_dim, dtype=keys.dtype, device=keys.device)
-        factor, _ = torch.linalg.cholesky_ex(metric)
-        points = queries @ factor
+        points = queries @ torch.linalg.cholesky_ex(metric).L
         cluster = nearest(points, kmeans(points, weight, self.num_centres, seed=seed, num_rounds=_NUM_ROUNDS))
         total = (queries * weight.unsqueeze(-1)).sum(-2, keepdim=True)
         overall = total / weight.sum(-1).clamp(min=1)[..., None, None]

@@ -148,14 +148,13 @@ class Part(NamedTuple):
 
     def attended(self, feature_map: FeatureMap, before: State, window: int | None, backend: str) -> Tensor:
         """The causal rows over a state's keys and these, (B, H, Lq, Dv)."""
-        query, key, value, bias, gates = self
-        tokens = query, key, value, feature_map
-        if gates is None:
+        tokens = *self[:3], feature_map
+        if self.gates is None:
             return linear_attention_with_state(
-                *tokens, before, key_bias=bias, enable_gqa=True, window=window, backend=backend
+                *tokens, before, key_bias=self.bias, enable_gqa=True, window=window, backend=backend
             ).out
         return gated_attention_with_state(
-            *tokens, gates, before, key_mask=self.key_mask, enable_gqa=True, window=window, backend=backend
+            *tokens, self.gates, before, key_mask=self.key_mask, enable_gqa=True, window=window, backend=backend
         ).out
 
     def read(self, feature_map: FeatureMap, state: State, backend: str) -> Tensor:

@@ -125,8 +125,7 @@ def checked_positions(query: Tensor, key: Tensor, positions: Tensor, head_dim: i
     batch, _, length, _ = key.shape
     if tuple(positions.shape) not in ((length,), (1, length), (batch, length)):
         raise ValueError(f"positions must be ({length},) or ({batch}, {length}), got {tuple(positions.shape)}")
-    rows = positions if positions.ndim == 2 else positions.unsqueeze(0)
-    return rows.to(key.device, torch.float64).unsqueeze(1)
+    return torch.unsqueeze(torch.atleast_2d(positions).to(key.device, torch.float64), 1)
 
 
 def rotary(query: Tensor, key: Tensor, positions: Tensor, base: float = 10_000.0) -> tuple[Tensor, Tensor]:

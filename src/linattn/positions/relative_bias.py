@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -194,8 +193,7 @@ class Columns:
     """Features of a call's tokens, some columns at a time: of keys relative to each feature's largest exponent."""
 
     def __init__(self, bound: BoundMap, tokens: Tokens) -> None:
-        self._bound, self._tokens = bound, tokens
-        self._device, self.num_features = tokens.key.device, bound.feature_map.num_features
+        self._map, self._tokens, self.num_features = bound.swapped, tokens, bound.feature_map.num_features
         with torch.no_grad():
             self._peak = self._key_peak()
             self._row_peak = self._query_peak()
@@ -212,35 +210,34 @@ class Columns:
 
     def _blocks(self, function: Callable[..., Tensor], x: Tensor, columns: slice) -> Tensor:
         """A function of tokens and columns, block by block of tokens; backward computes features again."""
-        run = partial(self._bound.run, function, self._device)
         blocks = (slice(start, start + _BLOCK) for start in range(0, max(x.shape[2], 1), _BLOCK))
-        return torch.cat([recomputed(run, x[:, :, at], at, columns) for at in blocks], 2)
+        return torch.cat([recomputed(function, x[:, :, at], at, columns) for at in blocks], 2)
 
-    def _key_columns(self, feature_map: FeatureMap, x: Tensor, at: slice, columns: slice) -> Tensor:
+    def _key_columns(self, x: Tensor, at: slice, columns: slice) -> Tensor:
         """Features of keys relative to their largest."""
-        phi = feature_map.key(x)[..., columns]
+        phi = self._map.key(x)[..., columns]
         if self._peak is None:
             return phi
-        if feature_map.exponential:
+        if self._map.exponential:
             return torch.exp(phi - self._peak[..., columns])
-        exponents = _key_exponents(feature_map, x)
+        exponents = self._key_exponents(x)
         assert exponents is not None
         return phi * torch.exp(exponents - self._peak)
 
-    def _query_columns(self, feature_map: FeatureMap, x: Tensor, at: slice, columns: slice) -> Tensor:
+    def _query_columns(self, x: Tensor, at: slice, columns: slice) -> Tensor:
         """Features of queries, exponentials relative to the row's largest."""
-        phi = feature_map.query(x)[..., columns]
+        phi = self._map.query(x)[..., columns]
         if self._peak is None or self._row_peak is None:
             return phi
         return torch.exp(phi + self._peak[..., columns] - self._row_peak[:, :, at])
 
     def _key_peak(self) -> Tensor | None:
         """The largest exponent over attended keys of each feature, (B, H, 1, R or 1); None where there are none."""
-        feature_map, key, alive = self._bound.feature_map, self._tokens.key, self._tokens.alive
-        highest = key.new_full((*key.shape[:2], 1, feature_map.num_exponents), -torch.inf)
+        key, alive = self._tokens.key, self._tokens.alive
+        highest = key.new_full((*key.shape[:2], 1, self._map.num_exponents), -torch.inf)
         for start in range(0, key.shape[2], _BLOCK):
             at = slice(start, start + _BLOCK)
-            exponents = self._bound.run(_key_exponents, self._device, key[:, :, at])
+            exponents = self._key_exponents(key[:, :, at])
             if exponents is None:
                 return None
             if alive is not None:
@@ -250,11 +247,17 @@ class Columns:
 
     def _query_peak(self) -> Tensor | None:
         """The largest exponent of each row of queries, (B, H, G·L, 1); None where features are no exponentials."""
-        if not self._bound.feature_map.exponential:
+        if self._peak is None or not self._map.exponential:
             return None
         blocks = self._tokens.query.flatten(2, 3).split(_BLOCK, 2)
-        exponents = (self._bound.run(lambda own, x: own.query(x), self._device, block) for block in blocks)
-        return torch.cat([(x + self._peak).amax(-1, keepdim=True) for x in exponents], 2)
+        return torch.cat([(self._map.query(x) + self._peak).amax(-1, keepdim=True) for x in blocks], 2)
+
+    def _key_exponents(self, x: Tensor) -> Tensor | None:
+        """The exponents of keys, or the logarithms of their weights as one exponent; None without either."""
+        if self._map.exponential:
+            return self._map.key(x)
+        weight = self._map.key_log_weight(x)
+        return None if weight is None else weight.unsqueeze(-1)
 
 
 def convolved(columns: Columns, tokens: Tokens, kernel: Kernel) -> tuple[Tensor, Tensor, Tensor]:
@@ -304,11 +307,3 @@ def _column_sums(value: Tensor, phi_k: Tensor, phi_q: Tensor, at: Tensor | None,
     else:
         sums = sums.gather(-1, at[:, None, None, None, None].expand(-1, *sums.shape[1:-1], -1))
     return torch.sum(phi_q * sums, 3)
-
-
-def _key_exponents(feature_map: FeatureMap, x: Tensor) -> Tensor | None:
-    """The exponents of keys, or the logarithms of their weights as one exponent; None without either."""
-    if feature_map.exponential:
-        return feature_map.key(x)
-    weight = feature_map.key_log_weight(x)
-    return None if weight is None else weight.unsqueeze(-1)

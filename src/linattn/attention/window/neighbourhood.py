@@ -173,8 +173,7 @@ def near(call: Call, backend: Backend, window: int) -> Partial:
     if isinstance(backend, Reference):
         # Autograd alone follows the reference, any number of times.
         return Neighbourhood(window, call.is_causal, feature_map.scale).all_weights(inputs)
-    rows: Partial = run(CAUSAL if call.is_causal else NEAR, call.bound, inputs, window)
-    return rows
+    return Partial(*run(CAUSAL if call.is_causal else NEAR, call.bound, inputs, window))
 
 
 def _fold(name: str, *, is_causal: bool) -> Fold:
