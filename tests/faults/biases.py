@@ -31,7 +31,7 @@ FAULTS = (
     ),
     Fault(
         "leave a stream's recent keys undecayed",
-        "attention/window/calls.py",
+        "attention/window/keys.py",
         "bias=self.recent.bias + shift",
         "bias=self.recent.bias",
         LAWS,

@@ -70,7 +70,7 @@ FAULTS = (
     ),
     Fault(
         "stretch a direction as another's tilt asks",
-        "feature_maps/tilted.py",
+        "feature_maps/sderf.py",
         "spectral(self._tilt, lambda a: (1 - 4 * a).sqrt())",
         "spectral(self._tilt, lambda a: (1 - 4 * a.mean(-1, keepdim=True)).sqrt().expand_as(a))",
         "tests/feature_maps/test_sderf.py",

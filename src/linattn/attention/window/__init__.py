@@ -5,10 +5,10 @@ their log-normalisers. Letters: B batch, H key/value heads, G query heads per ke
 value width, w tokens of a window's block.
 """
 
-from linattn.attention.window.calls import WindowKeys as WindowKeys
 from linattn.attention.window.calls import attend_around as attend_around
 from linattn.attention.window.calls import attend_with_window as attend_with_window
-from linattn.attention.window.calls import check_width as check_width
-from linattn.attention.window.calls import check_window as check_window
-from linattn.attention.window.calls import decayed as decayed
-from linattn.attention.window.calls import shares_normalizer as shares_normalizer
+from linattn.attention.window.keys import WindowKeys as WindowKeys
+from linattn.attention.window.keys import check_width as check_width
+from linattn.attention.window.keys import check_window as check_window
+from linattn.attention.window.keys import decayed as decayed
+from linattn.attention.window.keys import shares_normalizer as shares_normalizer

@@ -1,0 +1,99 @@
+"""A window's keys, apart from a state's sums, and who cannot have a window; letters as in window/__init__.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linattn.feature_maps import FeatureMap
+from linattn.softmax.row_groups import RowGroups
+from linattn.softmax.tokens import Restored, Tokens, register
+
+# Keys are numbered in 32 bits.
+_MOST = 2**31
+
+
+@dataclass(frozen=True, eq=False)
+class WindowKeys(Restored):
+    """The latest keys of a stream, beside the sums of all others."""
+
+    recent: Tokens  # those of the block before the current one and of the current one, at most 2w
+    width: int  # w
+
+    @classmethod
+    def empty(cls, width: int, key: Tensor, value: Tensor) -> WindowKeys:
+        """No keys, for tokens like these (B, H, L, ·)."""
+        none = key.new_zeros(*key.shape[:2], 0, dtype=torch.promote_types(key.dtype, torch.float32))
+        return cls(Tokens(key[:, :, :0], value[:, :, :0], none), width)
+
+    def tokens(self) -> Tokens:
+        """All of them."""
+        return self.recent
+
+    def decay(self, log_factor: Tensor) -> WindowKeys:
+        """All weights times exp(log_factor), (B or 1, H or 1); by -inf the keys are masked."""
+        shift = log_factor.unsqueeze(-1).to(self.recent.bias.dtype)
+        return replace(self, recent=self.recent._replace(bias=self.recent.bias + shift))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> WindowKeys:
+        """Apply a change to every tensor."""
+        return _from_leaves(map(change, self.recent), self.width)
+
+
+Kept = WindowKeys | RowGroups[WindowKeys]
+
+
+def decayed(keys: Kept, log_factor: Tensor) -> Kept:
+    """Keys whose weights are multiplied by exp(log_factor), (B or 1, H or 1)."""
+    if isinstance(keys, WindowKeys):
+        return keys.decay(log_factor)
+    is_one = log_factor.shape[0] == 1
+    groups = zip(keys.keys, keys.rows, strict=True)
+    return RowGroups(keys.rows, tuple(x.decay(log_factor if is_one else log_factor[list(rows)]) for x, rows in groups))
+
+
+def _from_leaves(tensors: Iterable[Any], width: int) -> WindowKeys:
+    """A window's keys from what torch's tree utilities took out of some."""
+    return WindowKeys(Tokens(*tensors), width)
+
+
+register(
+    WindowKeys,
+    lambda keys: (list(keys.recent), keys.width),
+    _from_leaves,
+    to_dumpable_context=str,
+    from_dumpable_context=int,
+)
+
+
+def check_window(window: object, feature_map: FeatureMap, num_queries: int, num_keys: int, *, is_causal: bool) -> None:
+    """Refuse what is no window's width, and one that this map or this call cannot have."""
+    check_width(window)
+    if not shares_normalizer(feature_map):
+        raise ValueError(
+            f"a window needs a map whose weights share the softmax kernel's scale and sum to a positive number, got "
+            f"{type(feature_map).__name__}; use Expansion, or FavorPlus, Hyperbolic, Oprf or Sderf"
+        )
+    if num_keys < num_queries if is_causal else num_keys != num_queries:
+        wanted = "no more queries than keys" if is_causal else "as many queries as keys"
+        raise ValueError(
+            f"a window needs {wanted}, got {num_queries} queries and {num_keys} keys; leave it out where positions do "
+            "not correspond"
+        )
+
+
+def check_width(window: object) -> None:
+    """Refuse what is no power of two."""
+    if isinstance(window, bool) or not isinstance(window, int):
+        raise TypeError(f"window must be an integer or None, got {window!r}; write window=32")
+    if not 0 < window < _MOST or window.bit_count() != 1:
+        raise ValueError(f"the window must be a power of two below 2³¹, as 16 or 32, got {window}; None is no window")
+
+
+def shares_normalizer(feature_map: FeatureMap) -> bool:
+    """Whether a map's weights share the softmax kernel's scale and sum to a positive number."""
+    return feature_map.softmax_kernel and feature_map.positive_normalizer
