@@ -115,7 +115,7 @@ FAULTS = (
     ),
     Fault(
         "leave the mark of quantised numbers in a model",
-        "hf/_packaged.py",
+        "hf/loading.py",
         '    vars(model.config).pop("quantization_config", None)\n',
         "",
         "tests/hf/test_gguf.py",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gguf_models import tiny, write_gguf
-from linattn.hf import _packaged, load
+from linattn.hf import load, loading
 
 needs_gguf = pytest.mark.skipif(find_spec("gguf") is None, reason="no reader of GGUF: pip install 'linattn[gguf]'")
 # Two float32 evaluations of the same sums: 2**-24 a rounding, some hundred roundings in sequence, outputs of order 1.
@@ -79,7 +79,7 @@ def test_refusals(file, tmp_path):
 
 def test_without_the_reader(tmp_path, monkeypatch):
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr("linattn.hf._packaged.find_spec", lambda name: None)
+    monkeypatch.setattr("linattn.hf.loading.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"a\.gguf is a GGUF file, .* pip install 'linattn\[gguf\]'"):
         load(tmp_path / "a.gguf")
 
@@ -95,8 +95,8 @@ def package(monkeypatch, tmp_path):
         return path
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(_packaged, "find_spec", lambda name: name)
-    monkeypatch.setattr(_packaged, "import_module", lambda name: SimpleNamespace(assemble=assemble))
+    monkeypatch.setattr(loading, "find_spec", lambda name: name)
+    monkeypatch.setattr(loading, "import_module", lambda name: SimpleNamespace(assemble=assemble))
     return calls
 
 
@@ -120,7 +120,7 @@ def test_an_interrupt_leaves_nothing(package, tmp_path, monkeypatch):
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_packaged, "load_gguf", interrupted)
+    monkeypatch.setattr(loading, "load_gguf", interrupted)
     with pytest.raises(KeyboardInterrupt):
         load("gemma-3-270m")
     assert not list((tmp_path / "linattn").iterdir())
@@ -128,7 +128,7 @@ def test_an_interrupt_leaves_nothing(package, tmp_path, monkeypatch):
 
 @needs_gguf
 def test_another_process_may_be_first(package, tmp_path, monkeypatch):
-    own = _packaged.load_gguf
+    own = loading.load_gguf
 
     def meanwhile(file, *, with_head):
         model, tokenizer = own(file, with_head=with_head)
@@ -136,13 +136,13 @@ def test_another_process_may_be_first(package, tmp_path, monkeypatch):
         tokenizer.save_pretrained(tmp_path / "linattn" / "gemma-3-270m")
         return model, tokenizer
 
-    monkeypatch.setattr(_packaged, "load_gguf", meanwhile)
+    monkeypatch.setattr(loading, "load_gguf", meanwhile)
     assert load("gemma-3-270m").source == str(tmp_path / "linattn" / "gemma-3-270m")
 
 
 def test_without_the_package(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(_packaged, "find_spec", lambda name: None)
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'linattn\[demo-lm\]'.*Gemma Terms of Use"):
         load("gemma-3-270m")
 

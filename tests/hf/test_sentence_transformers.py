@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from linattn.hf import from_pretrained, linearize_
-from linattn.hf._packaged import default_folder
 from linattn.hf.layer_attention import LayerAttention
+from linattn.hf.loading import default_folder
 from linattn.hf.sentence_transformers import LinearTransformer, save_pretrained
 from programs import TRANSFORMERS
 

@@ -173,7 +173,7 @@ def put_before(model: PreTrainedModel, name: str) -> None:
 
 def take_away(model: PreTrainedModel, name: str) -> None:
     """Undo `put_before`, and a loading by that name; configurations shared with a linearized model are refused."""
-    for part in _parts(model):
+    for part in parts_of(model):
         for config in _configs(part):
             implementation = config._attn_implementation
             if implementation == name and vars(config).get(_WRITTEN) == MARK:
@@ -209,7 +209,7 @@ def switch_to(model: PreTrainedModel, name: str) -> Former:
     try:
         model.set_attn_implementation(name)
         # Where a part keeps its own attention, transformers only logs a warning.
-        deaf = sorted({type(part).__name__ for part in _parts(model) if part.config._attn_implementation != name})
+        deaf = sorted({type(part).__name__ for part in parts_of(model) if part.config._attn_implementation != name})
         if deaf:
             raise ValueError(
                 f"{', '.join(deaf)} does not take its attention from transformers' AttentionInterface, so that it "
@@ -256,17 +256,17 @@ def unmark(model: PreTrainedModel) -> None:
 
 def hook_parts(model: PreTrainedModel, hook: Callable[[Any, Any, dict[str, Any]], None]) -> list[RemovableHandle]:
     """Call a function before every part of a model that may be called by itself."""
-    return [part.register_forward_pre_hook(hook, with_kwargs=True) for part in _parts(model)]
+    return [part.register_forward_pre_hook(hook, with_kwargs=True) for part in parts_of(model)]
 
 
-def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
+def parts_of(model: PreTrainedModel) -> list[PreTrainedModel]:
     """The models within a model, itself included."""
     return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
 
 
 def _configs(model: PreTrainedModel) -> Iterator[Any]:
     """Every configuration that names an attention implementation for some part of the model."""
-    pending = [part.config for part in _parts(model)]
+    pending = [part.config for part in parts_of(model)]
     while pending:
         config = pending.pop()
         yield config

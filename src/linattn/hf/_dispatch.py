@@ -1,4 +1,4 @@
-"""How a linearized model attends: by what `linearize_` put into a module, else as before; `generate` keeps states.
+"""How a linearized model attends: by what is installed in a module, else as before; `generate` keeps states.
 
 Letters: B batch, H query heads, L tokens (Lq, Lk), Dv value width.
 """
@@ -6,7 +6,7 @@ Letters: B batch, H query heads, L tokens (Lq, Lk), Dv value width.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,18 +16,33 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from linattn.hf._attention_modules import former_of
-from linattn.hf._bounded_layers import HandedKeys
-from linattn.hf._calls import AnyMask, AskedMask, InterfaceCall, ask_mask, by_token
+from linattn.hf._attention_modules import (
+    AttentionModule,
+    former_of,
+    hook_parts,
+    implementations,
+    mark,
+    parts_of,
+    restore,
+    switch_to,
+    unmark,
+)
+from linattn.hf._calls import AnyMask, AskedMask, InterfaceCall, ask_mask, by_token, refuse_weights
+from linattn.hf._folders import SaveLinearized
 from linattn.hf.interception import NAME as INTERCEPTED
-from linattn.hf.layer_attention import attention_of
-from linattn.hf.state_cache import EncoderDecoderStates, StateCache, StateLayer
+from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention, attention_of
+from linattn.hf.state_cache import EncoderDecoderStates, HandedKeys, StateCache, StateLayer
 
 NAME = "linattn"
-FORMER = "linattn_former"
-"""The attribute of a linearized model's modules that names the attention implementation they had."""
-PREPARE = "_prepare_cache_for_generation"
-"""The method of a model that `StatesByDefault` takes the place of, where the model generates at all."""
+UNDO = "linattn_undo"
+"""Where a model keeps its former implementations and the hooks, to undo `install`; copies and pickles have it too."""
+Attending = tuple[AttentionModule, LayerAttention]
+"""An attention module and what attends in its place."""
+
+# The attribute of a linearized model's modules that names the attention implementation they had.
+_FORMER = "linattn_former"
+# The methods of a model that `StatesByDefault`, where it generates at all, and `SaveLinearized` take the place of.
+_PREPARE, _SAVE = "_prepare_cache_for_generation", "save_pretrained"
 
 # The keyword by which attention modules pass the cache's layer on, unread.
 _LAYER = "linattn_layer"
@@ -46,7 +61,7 @@ def attend(
         attention_mask.cache.refuse_plain_keys(module)
     if isinstance(attention_mask, Tensor):
         attention_mask = attention_mask[..., -key.shape[-2] :]
-    former: str | None = getattr(module, FORMER) if hasattr(module, FORMER) else former_of(module)
+    former: str | None = getattr(module, _FORMER) if hasattr(module, _FORMER) else former_of(module)
     call = InterfaceCall(module, query, key, value, attention_mask, options, former)
     attention = attention_of(module)
     if attention is None:
@@ -78,18 +93,48 @@ def _weights_present(attention: nn.Module) -> Iterator[None]:
             hook.post_forward(part, None)
 
 
-def hand_over(module: nn.Module) -> list[RemovableHandle]:
-    """Make an attention module pass the cache's layer to its attention function; transformers passes it no cache."""
-    return [
-        module.register_forward_pre_hook(_offer, with_kwargs=True),
-        module.register_forward_hook(_settle, with_kwargs=True),
-    ]
+def install(model: PreTrainedModel, attentions: Sequence[Attending]) -> None:
+    """Make these modules of a model attend by what was built for them and tried, and `generate` keep states."""
+    # Nothing is changed before everything is built, and the switch undoes itself where a model refuses it.
+    former = switch_to(model, NAME)
+    for module, name in implementations(model, former):
+        setattr(module, _FORMER, name)
+    for part, attention in attentions:
+        part.module.add_module(ATTRIBUTE, attention)
+    stateful = [part.module for part, _ in attentions if part.cache_place is not None]
+    hooks = [*hook_parts(model, refuse_weights), *hook_parts(model, _refuse_other_implementations)]
+    for module in stateful:
+        # transformers passes attention functions no cache.
+        hooks.append(module.register_forward_pre_hook(_offer, with_kwargs=True))
+        hooks.append(module.register_forward_hook(_settle, with_kwargs=True))
+    if stateful:
+        hooks += check_caches_of(model)
+    if stateful and hasattr(type(model), _PREPARE):
+        setattr(model, _PREPARE, StatesByDefault(model))
+    setattr(model, _SAVE, SaveLinearized(model))
+    mark(model)
+    setattr(model, UNDO, (former, tuple(hooks)))
+
+
+def uninstall(model: PreTrainedModel) -> None:
+    """Undo `install`."""
+    former, hooks = getattr(model, UNDO)
+    restore(former)
+    for hook in hooks:
+        hook.remove()
+    for module in list(model.modules()):
+        vars(module).pop(_FORMER, None)
+        if attention_of(module) is not None:
+            delattr(module, ATTRIBUTE)
+    for name in (_PREPARE, _SAVE, UNDO):
+        vars(model).pop(name, None)
+    unmark(model)
 
 
 def check_caches_of(model: PreTrainedModel) -> list[RemovableHandle]:
     """Make each model within a model refuse a cache between two tokens, and a mask that changes its tokens."""
     hooks = []
-    for part in (part for part in model.modules() if isinstance(part, PreTrainedModel)):
+    for part in parts_of(model):
         names = list(inspect.signature(part.forward).parameters)
         # Of a decoder's own tokens, where a model reads two texts.
         name = "decoder_attention_mask" if "decoder_attention_mask" in names else "attention_mask"
@@ -114,7 +159,7 @@ def _check_caches(mask_name: str, mask_place: int, part: nn.Module, args: Any, o
                 cache.check_mask(mask)
 
 
-def refuse_other_implementations(part: Any, args: Any, options: dict[str, Any]) -> None:
+def _refuse_other_implementations(part: Any, args: Any, options: dict[str, Any]) -> None:
     """Forward pre-hook of models: another attention function set after `linearize_` would pass it over in silence."""
     implementation = part.config._attn_implementation
     if implementation not in (NAME, INTERCEPTED):
@@ -160,7 +205,7 @@ class StatesByDefault:
         """Prepare the cache; one that the user gave or chose by name stays, unless it has empty slots."""
         named = generation_config.cache_implementation
         is_chosen = model_kwargs.get("past_key_values") is not None or named == "dynamic"
-        getattr(type(self.model), PREPARE)(self.model, generation_config, model_kwargs, generation_mode, *sizes)
+        getattr(type(self.model), _PREPARE)(self.model, generation_config, model_kwargs, generation_mode, *sizes)
         made = model_kwargs.get("past_key_values")
         if made is not None and made.is_compileable:
             origin = (

@@ -28,9 +28,6 @@ from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention, attention_of
 from linattn.hf.loading import quiet
 from linattn.records.json_files import read_json
 
-SAVE = "save_pretrained"
-"""The method of a model that `SaveLinearized` takes the place of."""
-
 # Of transformers' options, those whose folder `from_pretrained` would not read.
 _REFUSED = {
     "push_to_hub": "save without it, then upload the folder (model.push_to_hub does both)",

@@ -6,44 +6,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linattn.feature_maps import FeatureMap
+from linattn.feature_maps import FEATURE_MAPS, FeatureMap, FittedMap
 from linattn.hf._attention_modules import (
+    AttentionModule,
     attends_by,
     attention_modules,
-    hook_parts,
-    implementations,
     inner_model,
-    mark,
-    restore,
-    switch_to,
     take_away,
-    unmark,
     unwrapped,
 )
-from linattn.hf._building import Attending, as_method, attend_by_function, attend_by_methods, take_sinks, try_out
-from linattn.hf._calls import refuse_weights
+from linattn.hf._calls import SINKS
 from linattn.hf._choosing import Choice, choose, merged_alone, refuse_merged_decoder
-from linattn.hf._dispatch import (
-    FORMER,
-    NAME,
-    PREPARE,
-    StatesByDefault,
-    check_caches_of,
-    hand_over,
-    refuse_other_implementations,
-)
-from linattn.hf._folders import SAVE, SaveLinearized
+from linattn.hf._dispatch import NAME, UNDO, Attending, install, uninstall
 from linattn.hf.calibrating import Sample, calibrate_maps, first_sample
 from linattn.hf.interception import NAME as INTERCEPTED
-from linattn.hf.layer_attention import ATTRIBUTE, attention_of
+from linattn.hf.layer_attention import LayerAttention
 from linattn.kv_cache import MergedKV
-from linattn.methods.method import Method
-
-# Where a model keeps what `restore_` needs, its former implementations and the hooks; copies and pickles have it too.
-_UNDO = "linattn_undo"
+from linattn.methods.method import Method, parse_method
 
 
 @dataclass(frozen=True)
@@ -253,44 +236,12 @@ def restore_(model: PreTrainedModel) -> None:
     model = unwrapped(model)
     if not is_linearized(model):
         raise ValueError(f"{type(model).__name__} is not linearized; give the model that linearize_ was given")
-    former, hooks = getattr(model, _UNDO)
-    restore(former)
-    for part in attention_modules(model):
-        if attention_of(part.module) is not None:
-            delattr(part.module, ATTRIBUTE)
-    for hook in hooks:
-        hook.remove()
-    for module in model.modules():
-        vars(module).pop(FORMER, None)
-    for name in (PREPARE, SAVE):
-        vars(model).pop(name, None)
-    unmark(model)
-    delattr(model, _UNDO)
+    uninstall(model)
 
 
 def is_linearized(model: nn.Module) -> bool:
     """True if `linearize_` was applied to this very model, or to the one within a wrapper."""
-    return hasattr(inner_model(model), _UNDO)
-
-
-def install(model: PreTrainedModel, attentions: Sequence[Attending]) -> None:
-    """Make these modules of a model attend by what was built for them and tried, and `generate` keep states."""
-    # Nothing is changed before everything is built, and the switch undoes itself where a model refuses it.
-    former = switch_to(model, NAME)
-    for module, name in implementations(model, former):
-        setattr(module, FORMER, name)
-    for part, attention in attentions:
-        part.module.add_module(ATTRIBUTE, attention)
-    stateful = [part.module for part, _ in attentions if part.cache_place is not None]
-    hooks = [*hook_parts(model, refuse_weights), *hook_parts(model, refuse_other_implementations)]
-    hooks += [hook for module in stateful for hook in hand_over(module)]
-    if stateful:
-        hooks += check_caches_of(model)
-    if stateful and hasattr(type(model), PREPARE):
-        setattr(model, PREPARE, StatesByDefault(model))
-    setattr(model, SAVE, SaveLinearized(model))
-    mark(model)
-    setattr(model, _UNDO, (former, tuple(hooks)))
+    return hasattr(inner_model(model), UNDO)
 
 
 def _check_counts(method: object, window: object, num_layers: int) -> None:
@@ -303,3 +254,79 @@ def _check_counts(method: object, window: object, num_layers: int) -> None:
             )
     if window is not None and (isinstance(method, MergedKV | Sequence)):
         raise ValueError(f"{method!r} says its own window; leave window out, as in 'Expansion + window 16'")
+
+
+def as_method(method: object) -> Method:
+    """A layer's method, read where it is in writing."""
+    if isinstance(method, MergedKV):
+        return Method(None, merged=method)
+    if isinstance(method, str):
+        return parse_method(method)
+    raise TypeError(
+        f"method must be text, a MergedKV, one of these for each layer, or a function that builds a map from a head "
+        f"width, got {type(method).__name__}; write method=lambda head_dim: FavorPlus(head_dim, 256)"
+    )
+
+
+def attend_by_methods(
+    chosen: list[AttentionModule], methods: Sequence[Method], num_features: int | None, seed: int
+) -> list[Attending]:
+    """The attention of each layer by its method."""
+    built = []
+    for part, method in zip(chosen, methods, strict=True):
+        # At the default scale whatever the module's: LayerAttention makes up the difference with each call.
+        scale, drawn = part.head_dim**-0.5, seed + part.number
+        kernel = method.build_kernel(part.head_dim, num_features=num_features, scale=scale, seed=drawn)
+        if isinstance(kernel, FeatureMap):
+            # Methods are built frozen, to be measured; in a model the weights of a learned map train with the model's.
+            kernel.requires_grad_(True)
+        built.append((part, LayerAttention(kernel, part.name, window=method.window)))
+    return built
+
+
+def attend_by_function(
+    chosen: list[AttentionModule],
+    kernel: Callable[[int], FeatureMap | MergedKV],
+    window: int | Sequence[int | None] | None,
+) -> list[Attending]:
+    """The attention of each layer by what a function returns."""
+    windows = window if isinstance(window, Sequence) else [window] * len(chosen)
+    pairs = zip(chosen, windows, strict=True)
+    return [(part, LayerAttention(kernel(part.head_dim), part.name, window=width)) for part, width in pairs]
+
+
+def take_sinks(methods: Sequence[Method]) -> bool:
+    """Whether there are methods and each is on the softmax kernel's scale, as far as its written form says."""
+    return bool(methods) and all(
+        method.map is not None and FEATURE_MAPS[method.map.name].softmax_kernel for method in methods
+    )
+
+
+def try_out(found: AttentionModule, attention: LayerAttention, label: str) -> None:
+    """Move it to the module's device and attend to one token, so that a map that cannot be used is refused now."""
+    device = found.device or next(found.module.parameters(), torch.empty(0)).device
+    attention.to(device)
+    # What a map holds for each key/value head is (Hkv, ·, ·), what it holds for all of them has two dimensions.
+    held = (x.shape[0] for x in (*attention.parameters(), *attention.buffers()) if x.ndim == 3)
+    token = torch.zeros(1, max(held, default=1), 1, found.head_dim, device=device)
+    if found.reads_another_text and (attention.window is not None or attention.merged is not None):
+        raise ValueError(
+            f"{found.name} (layer {found.number}) cannot attend by {label}: its queries are a decoder's and its keys "
+            "another text's, so that keys merged by all queries let earlier ones learn of later ones, and "
+            "a window has no place; give it a feature map alone, or leave it out of `layers`"
+        )
+    if found.has_sinks and not attention.takes_sinks:
+        raise ValueError(
+            f"{found.name} (layer {found.number}) asks for {SINKS}, and {label} has no positive normaliser that they "
+            "could share; give another map, as FavorPlus"
+        )
+    is_ordered = found.is_causal or found.reads_another_text
+    try:
+        with torch.no_grad():
+            # One query and one key: causality hides nothing, and refuses maps that would learn from later queries.
+            attention(token, token, token, scale=found.head_dim**-0.5, is_causal=is_ordered)
+    except ValueError as error:
+        fitted = [part for part in attention.modules() if isinstance(part, FittedMap)]
+        is_unfitted = any(all(getattr(part, name) is None for name in part.fitted_buffers) for part in fitted)
+        cure = "; in linearize_, calibrate=batches fits it to samples" if is_unfitted else ""
+        raise ValueError(f"{found.name} (layer {found.number}) cannot attend by {label}: {error}{cure}") from error

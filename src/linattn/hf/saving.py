@@ -13,12 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import linattn
 from linattn.hf import _model_records
 from linattn.hf._attention_modules import AttentionModule, attention_modules
-from linattn.hf._building import try_out
 from linattn.hf._choosing import refuse_converted_decoder
+from linattn.hf._dispatch import install
 from linattn.hf._folders import bring_back, softmax_model, write_files
 from linattn.hf._model_records import RECORD, REMEDY, LayerRecord, ModelRecord, rebuild_attention
 from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention
-from linattn.hf.linearization import install, is_linearized
+from linattn.hf.linearization import is_linearized, try_out
 from linattn.hf.loading import quiet
 from linattn.records.atomic import atomic_folder
 

@@ -125,7 +125,7 @@ def save_pretrained(model: SentenceTransformer, folder: str | os.PathLike[str]) 
     Example:
         >>> import tempfile
         >>> from linattn.hf import linearize_
-        >>> from linattn.hf._packaged import default_folder
+        >>> from linattn.hf.loading import default_folder
         >>> model = SentenceTransformer(str(default_folder()), device="cpu", local_files_only=True)
         >>> _ = linearize_(model[0].auto_model, method="Expansion(num_centres=4) + window 16")
         >>> folder = str(Path(tempfile.mkdtemp()) / "linear")
