@@ -30,15 +30,15 @@ FAULTS = (
     Fault(
         "read a decoder of merged keys",
         "hf/saving.py",
-        "        refuse_converted_decoder(model, part, attention, path)\n",
+        "        refuse_old_decoder(model, part, attention.merged, path)\n",
         "",
         MERGED,
     ),
     Fault(
         "merge the keys of a decoder beside its encoder's",
         "hf/_choosing.py",
-        "CAUSAL if part.is_causal and merged is not None else ",
-        "",
+        '    if part.is_causal and merged is not None:\n        return "it is causal',
+        '    if False:\n        return "it is causal',
         MERGED,
     ),
     Fault(
@@ -58,15 +58,15 @@ FAULTS = (
     Fault(
         "take a mask for that of before",
         "hf/_cache_layers.py",
-        "    return torch.equal(shown[0], shown[1])\n",
-        "    return True\n",
+        "torch.equal(*shown) if",
+        "True if",
         CACHES,
     ),
     Fault(
         "let a mask be forgotten",
         "hf/_cache_layers.py",
-        "        return all(bool(x.all()) for x in shown if x is not None)\n",
-        "        return True\n",
+        "else all(bool(x.all()) for x in shown)",
+        "else True",
         CACHES,
     ),
     Fault(

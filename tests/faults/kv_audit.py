@@ -166,8 +166,8 @@ FAULTS = (
     Fault(
         "linearize every layer by the first written form",
         "hf/linearization.py",
-        "[as_method(each) for each in several]",
-        "[as_method(several[0]) for _ in several]",
+        "[_as_method(each) for each in several]",
+        "[_as_method(several[0]) for _ in several]",
         "tests/hf/test_merged_keys.py",
     ),
     Fault(

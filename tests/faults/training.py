@@ -236,8 +236,8 @@ FAULTS = (
     Fault(
         "read the drawn token twice",
         "hf/streaming.py",
-        "logits = _step(model, token, cache)",
-        "logits = _step(model, token.repeat(1, 2), cache)",
+        "logits = _step(model, token, text)",
+        "logits = _step(model, token.repeat(1, 2), text)",
         "tests/hf/test_streaming.py",
     ),
     Fault(

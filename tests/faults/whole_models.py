@@ -19,7 +19,7 @@ FAULTS = (
         SINKS,
     ),
     Fault("give sinks to any layer", "hf/_probing.py", "if not takes_sinks and", "if False and", SINKS),
-    Fault("take sinks of any shape", "hf/_calls.py", " or options[option].ndim != 1", "", SINKS),
+    Fault("take sinks of any shape", "hf/_calls.py", " or value.ndim != 1", "", SINKS),
     Fault("give a key of value 0 the weight of no key", "softmax/partial.py", "log - least", "log + least", SINK_LAWS),
     Fault(
         "subtract the sinks that are none",
@@ -39,8 +39,8 @@ FAULTS = (
     Fault(
         "judge a structure over the new keys alone",
         "hf/_calls.py",
-        "_build_mask(batch_size, num_queries, kv_offset + length, q_offset, **self.options)",
-        "_build_mask(batch_size, num_queries, length, q_offset, **self.options)",
+        "self._read_all(num_columns)",
+        "self._read_all(self.sizes[2])",
         PROBING,
     ),
     Fault(

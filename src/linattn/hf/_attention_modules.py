@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -145,11 +144,10 @@ def _lookup(kind: type[nn.Module]) -> tuple[Any, Any] | None:
 _DEFAULTS: dict[type[nn.Module], str] = {}
 
 
-def attention_function(kind: type[nn.Module], implementation: str | None) -> Callable[..., Any]:
+def attention_function(kind: type[nn.Module], implementation: str | None) -> Any:
     """The function that a class of attention modules would look up by the name of an implementation."""
     functions, eager = _lookup(kind) or _PLAIN
-    attend: Callable[..., Any] = functions.get_interface(implementation, eager)
-    return attend
+    return functions.get_interface(implementation, eager)
 
 
 class Implementation(str):
@@ -171,7 +169,7 @@ def put_before(model: PreTrainedModel, name: str) -> None:
             config._attn_implementation_internal.former = former
 
 
-def take_away(model: PreTrainedModel, name: str) -> None:
+def take_out(model: PreTrainedModel, name: str) -> None:
     """Undo `put_before`, and a loading by that name; configurations shared with a linearized model are refused."""
     for part in parts_of(model):
         for config in _configs(part):
@@ -183,9 +181,7 @@ def take_away(model: PreTrainedModel, name: str) -> None:
                 )
             if implementation == name:
                 default = "sdpa" if part._supports_sdpa else "eager"
-                config._attn_implementation_internal = (
-                    implementation.former if isinstance(implementation, Implementation) else default
-                )
+                config._attn_implementation_internal = getattr(implementation, "former", default)
 
 
 def former_of(module: nn.Module) -> str | None:
@@ -213,8 +209,7 @@ def switch_to(model: PreTrainedModel, name: str) -> Former:
         if deaf:
             raise ValueError(
                 f"{', '.join(deaf)} does not take its attention from transformers' AttentionInterface, so that it "
-                "cannot be replaced; choose a model that does (BERT, ModernBERT, GPT-2, Llama, Qwen and most newer "
-                "ones)"
+                "cannot be replaced; choose a model that does (BERT, ModernBERT, GPT-2, Llama, Qwen and most newer)"
             )
     except BaseException:
         restore(former)
@@ -235,11 +230,6 @@ def implementations(model: PreTrainedModel, former: Former) -> Iterator[tuple[nn
         yield module, names.get(id(getattr(module, "config", model.config)), names[id(model.config)])
 
 
-def attends_by(model: PreTrainedModel, name: str) -> bool:
-    """True if some part of the model names this implementation."""
-    return any(config._attn_implementation == name for config in _configs(model))
-
-
 def mark(model: PreTrainedModel) -> None:
     """Make every config.json that is written of the model, or of a part of it, name another attention than softmax."""
     for config in _configs(model):
@@ -252,11 +242,6 @@ def unmark(model: PreTrainedModel) -> None:
     for config in _configs(model):
         if vars(config).get(_WRITTEN) == MARK:
             delattr(config, _WRITTEN)
-
-
-def hook_parts(model: PreTrainedModel, hook: Callable[[Any, Any, dict[str, Any]], None]) -> list[RemovableHandle]:
-    """Call a function before every part of a model that may be called by itself."""
-    return [part.register_forward_pre_hook(hook, with_kwargs=True) for part in parts_of(model)]
 
 
 def parts_of(model: PreTrainedModel) -> list[PreTrainedModel]:

@@ -6,36 +6,30 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens, n tokens, D head
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
+from linattn.attention import State
+from linattn.hf._attention_modules import attention_modules
 from linattn.hf._calls import InterfaceCall, by_token
+from linattn.kv_cache import MergedState
+from linattn.nn import Stream
 from linattn.softmax.row_groups import RowGroups
 
-
-class Selectable(Protocol):
-    """A state, the first dimension of whose tensors is the batch: a `linattn.State`, or a `Stream`."""
-
-    def select(self, indices: Tensor) -> Self:
-        """The given rows of the batch, in that order."""
-        ...
-
-
-S = TypeVar("S", bound=Selectable)
+S = TypeVar("S", State, Stream, MergedState)
 
 
 class StatefulLayer(CacheLayerMixin, Generic[S]):
     """One layer of a cache of states; the subclass says who gives it its state."""
 
-    is_compileable = False
-    is_croppable = False
     supports_early_init = False
     is_sliding = False
 
@@ -89,15 +83,8 @@ class StatefulLayer(CacheLayerMixin, Generic[S]):
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: a sum does not say what it was before."""
         raise ValueError(
-            f"a state cannot forget its last tokens, {tokens_to_remove} of which are to go; keep a fork of the cache "
-            "from before they came"
+            f"a state cannot forget its last tokens, {tokens_to_remove} here; keep a fork of the cache from before"
         )
-
-    def offload(self) -> None:
-        """Nothing: a state is smaller than what offloading is for."""
-
-    def prefetch(self) -> None:
-        """Nothing."""
 
 
 class RecordedCall(NamedTuple):
@@ -171,13 +158,11 @@ class RecordingLayer(StatefulLayer[S]):
         """Called by linattn's attention function: (B, L, H, Dv) for queries of the keys given to `update`."""
         name, count, before = self.module_name, call.key.shape[-2], self.state
         advance, window, takes_sinks = self._kernel(call)
-        call.refuse_options(name, self.num_tokens + count, takes_sinks=takes_sinks)
-        key_mask, is_causal = call.read_mask(name)
+        key_mask, is_causal = call.read_mask(name, self.num_tokens + count, takes_sinks=takes_sinks)
         # A single query sees all keys, causal or not.
         if not is_causal and call.query.shape[-2] > 1:
             raise ValueError(
-                f"{name} lets queries see later keys, which a cache of states does not hold; leave the cache out "
-                "(use_cache=False)"
+                f"{name} lets queries see later keys, which a cache of states does not hold; pass use_cache=False"
             )
         tensors, scale = (call.query, call.key, call.value), call.scale
         out, after = advance(*tensors, before, scale=scale, key_mask=key_mask, sinks=call.sinks)
@@ -218,7 +203,7 @@ class RecordingLayer(StatefulLayer[S]):
             return
         self.check_crop(count)
         self.num_tokens -= count
-        calls = list(self._calls)
+        calls: list[RecordedCall] = list(self._calls)
         while count > calls[-1].num_tokens:
             count -= calls.pop().num_tokens
         self._calls = (*calls[:-1], calls[-1].without(count))
@@ -263,10 +248,13 @@ class ForkedCache(Cache):
 class TextCache(ForkedCache):
     """A cache some of whose layers hold states of a text, the others its keys and values."""
 
-    def __init__(self, layers: Sequence[Any], places: Iterable[int | None]) -> None:
-        super().__init__(layers=list(layers))
+    def __init__(self, model: PreTrainedModel, replaced: Mapping[int, RecordingLayer[Any]]) -> None:
+        layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+        for place, layer in replaced.items():
+            layers[place] = layer
+        super().__init__(layers=layers)
         # Layers that hold the model's own text; others hold another one, or pictures (Mllama).
-        self._own_places = set(places)
+        self._own_places = {part.cache_place for part in attention_modules(model)}
         self._live: Tensor | None = None  # (B, n), the last call's mask
 
     def check_mask(self, attention_mask: Tensor | None) -> None:
@@ -283,8 +271,7 @@ class TextCache(ForkedCache):
     def check_level(self) -> None:
         """Refuse a cache whose layers have seen different tokens: an error ended a call between two of them."""
         layers = [layer for place, layer in enumerate(self.layers) if place in self._own_places]
-        counted = [layer for layer in layers if isinstance(layer, StatefulLayer | DynamicLayer)]
-        counts = [layer.get_seq_length() for layer in counted]
+        counts = [layer.get_seq_length() for layer in layers if isinstance(layer, StatefulLayer | DynamicLayer)]
         if any(count != counts[0] for count in counts):
             raise RuntimeError(
                 f"the layers of the cache have seen different numbers of tokens ({', '.join(map(str, counts))}): a "
@@ -334,20 +321,13 @@ def cache_bytes(cache: Cache) -> int:
     return sum(x.nbytes for x in held if isinstance(x, Tensor))
 
 
-def _first(state: Any) -> Tensor:
+def _first(state: Any) -> Any:
     """One of a state's tensors."""
-    leaf: Tensor = pytree.tree_leaves(state)[0]
-    return leaf
+    return pytree.tree_leaves(state)[0]
 
 
 def _alike(mask: Tensor | None, other: Tensor | None, num_tokens: int) -> bool:
     """True if two masks (B, n) show the same of the first tokens; None hides none, columns that are missing all."""
-    if mask is None and other is None:
-        return True
-    shown = [
-        None if x is None else pad(x[:, :num_tokens].bool(), (0, max(num_tokens - x.shape[1], 0)))
-        for x in (mask, other)
-    ]
-    if shown[0] is None or shown[1] is None:
-        return all(bool(x.all()) for x in shown if x is not None)
-    return torch.equal(shown[0], shown[1])
+    masks = [x for x in (mask, other) if x is not None]
+    shown = [pad(x[:, :num_tokens].bool(), (0, max(num_tokens - x.shape[1], 0))) for x in masks]
+    return torch.equal(*shown) if len(shown) == 2 else all(bool(x.all()) for x in shown)

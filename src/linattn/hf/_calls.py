@@ -6,17 +6,12 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    bidirectional_mask_function,
-    causal_mask_function,
-    prepare_padding_mask,
-    sdpa_mask,
-)
+from transformers import masking_utils
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import _active_collector
 
@@ -30,33 +25,23 @@ SINKS = "attention sinks"
 
 # Keywords of transformers' attention functions that change the weights in a way φ(q)·φ(k) cannot express.
 _INEXPRESSIBLE = {
-    "position_bias": "a position bias added to the logits",
-    "softcap": "soft-capped logits",
-    "s_aux": SINKS,
-    "sinks": SINKS,
-    "cu_seq_lens_q": "packed sequences",
-    "cu_seq_lens_k": "packed sequences",
-    "indices": "a sparse choice of keys",
-    "block_indices": "a sparse choice of keys",
+    "a position bias added to the logits": ("position_bias",),
+    "soft-capped logits": ("softcap",),
+    SINKS: ("s_aux", "sinks"),
+    "packed sequences": ("cu_seq_lens_q", "cu_seq_lens_k"),
+    "a sparse choice of keys": ("indices", "block_indices"),
 }
 
 
-@dataclass(frozen=True, eq=False)
-class PlainMask:
+class PlainMask(NamedTuple):
     """Key padding, and the causal triangle or the full square, which a window, say, may be at these lengths."""
 
     key_mask: Tensor | None  # (B, Lk) bool, True = attend
     is_causal: bool
 
 
-@dataclass(frozen=True, eq=False)
-class RefusedMask:
-    """A mask that no feature map can take; an error only where a layer reads it."""
-
-    reason: str
-
-
-Mask = PlainMask | RefusedMask
+Mask = PlainMask | str
+"""A mask, or in words one that no feature map can take: an error only where a layer reads it."""
 
 
 class CachedTokens(int):
@@ -114,37 +99,68 @@ class AskedMask:
         """Width of a window or a chunk, where the model tells its mask function."""
         return self.options.get("local_size")
 
+    def _shown(self, num_queries: int, num_keys: int, q_offset: int) -> Any:
+        """Which keys the mask function shows to queries from an offset on, (B, 1, Lq, Lk) bool, padding included."""
+        options = {name: self.options[name] for name in ("use_vmap", "device") if name in self.options}
+        sizes = self.sizes[0], num_queries, num_keys, q_offset, 0
+        return sdpa_mask(*sizes, self.function, allow_is_causal_skip=False, **options)
+
     def hides_far_keys(self, length: int) -> bool:
         """True if the last of many tokens does not see all others, as far as its place alone decides that."""
-        sizes = self.sizes[0], 1, length, length - 1, 0
-        options = {name: self.options[name] for name in ("use_vmap", "device") if name in self.options}
         try:
-            allowed: Any = sdpa_mask(*sizes, self.function, allow_is_causal_skip=False, **options)
-            return not bool(allowed.all())
+            return not bool(self._shown(1, length, length - 1).all())
         # Functions that look tokens up have none so far away.
         except (IndexError, RuntimeError):
             return True
 
     def read(self, num_keys: int) -> Mask:
         """The columns of the last keys, as kernels take them; a structure is judged over all keys since the first."""
-        if None not in self.built:
-            batch_size, num_queries, length, q_offset, kv_offset = self.sizes
-            mask: Mask = RefusedMask("a part of a mask, for some of its queries")
-            if self.part is None:
-                mask = _build_mask(batch_size, num_queries, kv_offset + length, q_offset, **self.options)
-            self.built[None] = mask
         num_columns = self.sizes[2] + self.sizes[4]
+        if None not in self.built:
+            self.built[None] = self._read_all(num_columns)
         if self.function is bidirectional_mask_function and num_columns != num_keys:
-            return RefusedMask(f"an attention mask of {num_columns} columns over {num_keys} keys")
+            return f"an attention mask of {num_columns} columns over {num_keys} keys"
         whole: Mask = self.built[None]
-        if isinstance(whole, RefusedMask) or whole.key_mask is None:
+        if isinstance(whole, str) or whole.key_mask is None:
             return whole
-        return replace(whole, key_mask=whole.key_mask[:, -num_keys:])
+        return whole._replace(key_mask=whole.key_mask[:, -num_keys:])
+
+    def _read_all(self, num_keys: int) -> Mask:
+        """The mask of all keys since the first that is asked for; a structure is compared by place, in O(B Lq Lk)."""
+        if self.part is not None:
+            return "a part of a mask, for some of its queries"
+        _, num_queries, _, q_offset, _ = self.sizes
+        # Column j of the argument is token j, as transformers reads it: missing ones are hidden, those beyond unread.
+        padding = masking_utils.prepare_padding_mask(self.options.get("attention_mask"), num_keys, 0)
+        key_mask = None if padding is None else padding[:, :num_keys]
+        if int(num_keys) != int(q_offset + num_queries) and self.function is not bidirectional_mask_function:
+            return (
+                "keys beyond the last query (the empty slots of a static cache), or an attention_mask of "
+                f"{int(num_keys)} columns for {int(q_offset + num_queries)} tokens"
+            )
+        if key_mask is not None and hides_nothing(key_mask):
+            key_mask = None
+        if self.is_plain:
+            return PlainMask(key_mask, is_causal=self.function is causal_mask_function)
+        if torch.compiler.is_exporting():
+            return self._unread(num_keys, key_mask)
+        return _reduce_mask(self._shown(num_queries, num_keys, q_offset), key_mask)
+
+    def _unread(self, num_keys: int, key_mask: Tensor | None) -> Mask:
+        """A mask of pairs in a graph, where its sizes alone can be read: a window that holds all keys is none."""
+        if self.local_size is not None and num_keys < self.local_size:
+            for skips, is_causal in (("allow_is_causal_skip", True), ("allow_is_bidirectional_skip", False)):
+                if self.options.get(skips):
+                    return PlainMask(key_mask, is_causal=is_causal)
+        return (
+            "a mask that torch.export, which knows sizes alone, cannot read (give the model an attention_mask: a text "
+            "is then not looked at for packed sequences)"
+        )
 
     def build(self, implementation: str | None, num_keys: int) -> Any:
         """The columns of the last keys, as another attention implementation's mask function makes them."""
         # Those without a mask function are given none.
-        if implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
+        if implementation not in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
             return None
         batch_size, num_queries, length, q_offset, kv_offset = self.sizes
         if self.function is bidirectional_mask_function:
@@ -154,7 +170,7 @@ class AskedMask:
         if place not in self.built:
             offsets = {"q_offset": q_offset, "kv_offset": kv_offset + length - num_keys}
             sizes = {"batch_size": batch_size, "q_length": num_queries, "kv_length": num_keys, **offsets}
-            mask = ALL_MASK_ATTENTION_FUNCTIONS[implementation](**sizes, **self.options)
+            mask = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[implementation](**sizes, **self.options)
             self.built[place] = mask if self.part is None or mask is None else mask[self.part]
         return self.built[place]
 
@@ -188,11 +204,6 @@ class InterfaceCall:
         return self.options.get("sinks") if sinks is None else sinks
 
     @property
-    def is_paired(self) -> bool:
-        """True if there is a value for each key, as many heads of both, and queries for each of these."""
-        return self.key.shape[:3] == self.value.shape[:3] and self.query.shape[1] % self.key.shape[1] == 0
-
-    @property
     def says_causality(self) -> bool:
         """True if the mask, the call or the module says whether later keys are hidden."""
         is_causal = self.options.get("is_causal", getattr(self.module, "is_causal", None))
@@ -200,10 +211,10 @@ class InterfaceCall:
 
     def hides_keys(self, num_keys: int) -> bool:
         """True if the call asks for a window, or for chunks, that so many keys do not fit in."""
+        if self._exceeds_window(num_keys):
+            return True
         mask = self.mask
-        if not isinstance(mask, AskedMask) or mask.local_size is None:
-            return self._exceeds_window(num_keys)
-        return self._exceeds_window(num_keys) or isinstance(mask.read(num_keys), RefusedMask)
+        return isinstance(mask, AskedMask) and mask.local_size is not None and isinstance(mask.read(num_keys), str)
 
     def _exceeds_window(self, num_keys: int) -> bool:
         """True if the options name a window that so many keys do not fit in."""
@@ -211,14 +222,7 @@ class InterfaceCall:
         # Qwen 2 MoE writes 0 for none.
         return window is not None and window != 0 and (not isinstance(window, int) or window < num_keys)
 
-    @property
-    def _returns_weights(self) -> bool:
-        """True if the model is to return weights: it says so in the call, or records them, which no graph looks up."""
-        collector: Any = _active_collector
-        recorded = None if torch.compiler.is_compiling() else collector.get()
-        return bool(self.options.get("output_attentions")) or "attentions" in (recorded or ())
-
-    def refuse_options(self, name: str, num_keys: int, *, takes_sinks: bool = False) -> None:
+    def _refuse_options(self, name: str, num_keys: int, takes_sinks: bool) -> None:
         """Refuse what the call asks for beyond q, k, v, a padding mask and causality, and perhaps sinks."""
         requests, dropout = inexpressible(self.options, takes_sinks=takes_sinks), self.options.get("dropout")
         if self._exceeds_window(num_keys):
@@ -227,23 +231,26 @@ class InterfaceCall:
             requests.append(
                 f"dropout of {dropout} on the weights (call model.eval(), or load the model with attention dropout 0)"
             )
-        if self._returns_weights:
+        # Models say so in the call, or record them, which no graph looks up.
+        collector: Any = _active_collector
+        recorded = None if torch.compiler.is_compiling() else collector.get()
+        if self.options.get("output_attentions") or "attentions" in (recorded or ()):
             requests.append("the weights themselves (output_attentions=True)")
         if requests:
             raise ValueError(_refusal(name, ", ".join(dict.fromkeys(requests))))
 
-    def read_mask(self, name: str) -> tuple[Tensor | None, bool]:
-        """Key padding, (B, Lk) bool or None, and causality."""
+    def read_mask(self, name: str, num_keys: int, *, takes_sinks: bool = False) -> tuple[Tensor | None, bool]:
+        """Key padding, (B, Lk) bool or None, and causality, where that is all a call asks for of so many keys."""
+        self._refuse_options(name, num_keys, takes_sinks)
         mask = self.mask.read(self.key.shape[-2]) if isinstance(self.mask, AskedMask) else self.mask
-        if isinstance(mask, RefusedMask):
-            raise ValueError(_refusal(name, mask.reason))
+        if isinstance(mask, str):
+            raise ValueError(_refusal(name, mask))
         if isinstance(mask, PlainMask):
-            return mask.key_mask, mask.is_causal
+            return mask
         if mask is not None and mask.ndim != 2:
             raise ValueError(
                 f"{name} was given a {mask.ndim}-D mask, of pairs, by the call or by its model (for packed texts, or "
-                "pictures); a kernel hides keys alone: pass padding as attention_mask (B, Lk), or leave this layer its "
-                "softmax"
+                "pictures); a kernel hides keys: pass padding as attention_mask (B, Lk), or leave the layer its softmax"
             )
         is_causal = self.options.get("is_causal")
         if is_causal is None:
@@ -280,10 +287,9 @@ def by_token(out: Tensor) -> Tensor:
 
 def inexpressible(options: dict[str, Any], *, takes_sinks: bool = False) -> list[str]:
     """In words, the options that change the weights of single pairs; sinks of another shape than (H,) in any case."""
-    asked = {option: words for option, words in _INEXPRESSIBLE.items() if options.get(option) is not None}
-    if takes_sinks:
-        asked = {option: words for option, words in asked.items() if words != SINKS or options[option].ndim != 1}
-    return list(asked.values())
+    values = [(words, options.get(name)) for words, names in _INEXPRESSIBLE.items() for name in names]
+    asked = [(words, value) for words, value in values if value is not None]
+    return [words for words, value in asked if not takes_sinks or words != SINKS or value.ndim != 1]
 
 
 def _refusal(name: str, asked: str) -> str:
@@ -294,46 +300,9 @@ def _refusal(name: str, asked: str) -> str:
     )
 
 
-def _build_mask(batch_size: int, num_queries: int, num_keys: int, q_offset: int, **asked: Any) -> Mask:
-    """The mask of all keys since the first that is asked for; a structure is compared by position, in O(B Lq Lk)."""
-    mask_function = asked.get("mask_function", causal_mask_function)
-    # Column j of the argument is token j, as transformers reads it: what is not there is hidden, what is beyond unread.
-    padding = prepare_padding_mask(asked.get("attention_mask"), num_keys, 0)
-    key_mask = None if padding is None else padding[:, :num_keys]
-    if int(num_keys) != int(q_offset + num_queries) and mask_function is not bidirectional_mask_function:
-        return RefusedMask(
-            "keys beyond the last query (the empty slots of a static cache), or an attention_mask of "
-            f"{int(num_keys)} columns for {int(q_offset + num_queries)} tokens"
-        )
-    if key_mask is not None and hides_nothing(key_mask):
-        key_mask = None
-    if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
-        return PlainMask(key_mask, is_causal=mask_function is causal_mask_function)
-    options = {"use_vmap": asked.get("use_vmap", False), "device": asked.get("device", "cpu")}
-    allowed = sdpa_mask(
-        batch_size, num_queries, num_keys, q_offset, 0, mask_function, allow_is_causal_skip=False, **options
-    )
-    if torch.compiler.is_exporting():
-        return _unread_mask(key_mask, num_keys=num_keys, **asked)
-    return _reduce_mask(allowed, key_mask)
-
-
 def hides_nothing(key_mask: Tensor) -> bool:
     """True if a mask of keys is known to hide none: what is recorded now runs with other masks later."""
     return not is_tracing(key_mask) and bool(key_mask.all())
-
-
-def _unread_mask(key_mask: Tensor | None, *, num_keys: int, **asked: Any) -> Mask:
-    """A mask of pairs in a graph, where only its sizes can be read: a window that holds all keys is no structure."""
-    local_size = asked.get("local_size")
-    if local_size is not None and num_keys < local_size:
-        for skips, is_causal in (("allow_is_causal_skip", True), ("allow_is_bidirectional_skip", False)):
-            if asked.get(skips):
-                return PlainMask(key_mask, is_causal=is_causal)
-    return RefusedMask(
-        "a mask that torch.export, which knows sizes alone, cannot read (give the model an attention_mask: a text "
-        "is then not looked at for packed sequences)"
-    )
 
 
 def _reduce_mask(allowed: Any, key_mask: Tensor | None) -> Mask:
@@ -344,9 +313,7 @@ def _reduce_mask(allowed: Any, key_mask: Tensor | None) -> Mask:
     ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=allowed.device)
     if bool((allowed == ones.tril(num_keys - num_queries)).all()):
         return PlainMask(key_mask, is_causal=True)
-    return RefusedMask(
-        "a mask that is neither causal nor full (a sliding window, chunks, packed sequences or a prefix)"
-    )
+    return "a mask that is neither causal nor full (a sliding window, chunks, packed sequences or a prefix)"
 
 
 def ask_mask(

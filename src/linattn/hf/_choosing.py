@@ -18,13 +18,9 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from linattn.hf._attention_modules import AttentionModule, attention_modules
 from linattn.hf._calls import AskedMask
 from linattn.hf._probing import Probe, probe
-from linattn.hf.layer_attention import LayerAttention
 from linattn.kv_cache import MergedKV
 from linattn.kv_cache.budget import Sizes
 from linattn.methods.method import Method
-
-CAUSAL = "it is causal, and a BoundedCache merges the keys of such layers"
-"""Why a causal layer keeps its softmax beside others whose keys are merged."""
 
 # The window of merged keys that are written without one.
 _WINDOW = 64
@@ -55,17 +51,15 @@ def refuse_merged_decoder(model: PreTrainedModel, part: AttentionModule, config:
         )
 
 
-def refuse_converted_decoder(
-    model: PreTrainedModel, part: AttentionModule, attention: LayerAttention, folder: Path
-) -> None:
+def refuse_old_decoder(model: PreTrainedModel, part: AttentionModule, merged: MergedKV | None, path: Path) -> None:
     """Refuse a folder whose causal layer has merged keys, as earlier versions converted decoders."""
-    if part.is_causal and attention.merged is not None:
-        source = f'transformers.{type(model).__name__}.from_pretrained({str(folder)!r}, attn_implementation="sdpa")'
+    if part.is_causal and merged is not None:
+        source = f'transformers.{type(model).__name__}.from_pretrained({str(path)!r}, attn_implementation="sdpa")'
         raise ValueError(
-            f"{folder} holds a decoder whose {part.name} attends by {attention.merged.label}, as earlier versions "
+            f"{path} holds a decoder whose {part.name} attends by {merged.label}, as earlier versions "
             "converted it; its weights are those of a softmax model, whose KV cache is bounded now; write\n"
             f"    model = {source}\n"
-            f"    cache = {_bounded_cache(model, attention.merged)}"
+            f"    cache = {_bounded_cache(model, merged)}"
         )
 
 
@@ -78,19 +72,6 @@ def _bounded_cache(model: PreTrainedModel, config: MergedKV) -> str:
     return cache
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The attention modules of a model, and why the softmax of some stays, by their numbers."""
-
-    modules: tuple[AttentionModule, ...]
-    reasons: dict[int, str]
-
-    @property
-    def chosen(self) -> list[AttentionModule]:
-        """The modules whose softmax is replaced."""
-        return [module for module in self.modules if module.number not in self.reasons]
-
-
 def choose(
     model: PreTrainedModel,
     layers: Iterable[int] | None,
@@ -99,16 +80,10 @@ def choose(
     *,
     takes_sinks: bool = False,
     merged: MergedKV | None = None,
-) -> Choice:
-    """The layers that are named, or all that nothing speaks against, after a probe; an error where one cannot be."""
+) -> tuple[list[AttentionModule], dict[int, str]]:
+    """All attention modules, and why softmax stays in some, by number; an error where a named one has to keep it."""
     kind = type(model).__name__
-    modules = list(attention_modules(model))
-    if not modules:
-        raise ValueError(
-            f"no layer of {kind} would be replaced: it does not take its attention from transformers' "
-            "AttentionInterface; choose a model that does (BERT, ModernBERT, GPT-2, Llama, Qwen and most newer ones)"
-        )
-    check_weights(model)
+    modules = _runnable_modules(model, "replaced")
     wanted = range(len(modules)) if layers is None else list(layers)
     wrong = [layer for layer in wanted if isinstance(layer, bool) or layer not in range(len(modules))]
     if wrong:
@@ -117,20 +92,15 @@ def choose(
         raise ValueError(f"no layer of {kind} would be replaced: not among `layers`")
     probed = probe(model, example, sample)
     modules = probed.placed(modules)
-    objections = objections_to(model, modules, probed, takes_sinks=takes_sinks)
+    objections = _refusals(model, modules, probed, takes_sinks)
     if layers is None:
-        reasons = {}
-        for part in modules:
-            words = objections.get(part.number)
-            if words is None:
-                words = CAUSAL if part.is_causal and merged is not None else _caution(part, probed)
-            if words is not None:
-                reasons[part.number] = words
+        words = ((part.number, objections.get(part.number) or _caution(part, probed, merged)) for part in modules)
+        reasons = {number: reason for number, reason in words if reason is not None}
         if len(reasons) == len(modules):
             for part in modules:
                 refuse_merged_decoder(model, part, merged)
             raise ValueError(f"no layer of {kind} would be replaced: {'; '.join(dict.fromkeys(reasons.values()))}")
-        return Choice(tuple(modules), reasons)
+        return modules, reasons
     refused = [part for part in modules if part.number in wanted and part.number in objections]
     if refused:
         others = [part.number for part in modules if part.number not in objections]
@@ -138,29 +108,31 @@ def choose(
         raise ValueError(
             f"{refused[0].name} (layer {refused[0].number}) cannot be replaced: {objections[refused[0].number]}; {cure}"
         )
-    return Choice(tuple(modules), {n: "not among `layers`" for n in range(len(modules)) if n not in wanted})
+    return modules, {n: "not among `layers`" for n in range(len(modules)) if n not in wanted}
 
 
-def check_weights(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot run."""
+def _runnable_modules(model: PreTrainedModel, aim: str) -> list[AttentionModule]:
+    """The attention modules of a model that can run; one without any, whatever the aim, is refused."""
+    kind, modules = type(model).__name__, list(attention_modules(model))
+    if not modules:
+        raise ValueError(
+            f"no layer of {kind} would be {aim}: it does not take its attention from transformers' AttentionInterface; "
+            "choose a model that does (BERT, ModernBERT, GPT-2, Llama, Qwen and most newer ones)"
+        )
     is_offloaded = any(hasattr(part, "_hf_hook") for part in model.modules())
     if not is_offloaded and any(weight.is_meta for weight in model.parameters()):
         raise ValueError(
-            f"{type(model).__name__} has weights on the meta device, which hold no numbers, so that no pass shows what "
+            f"{kind} has weights on the meta device, which hold no numbers, so that no pass shows what "
             "its layers ask for; load its weights first"
         )
+    return modules
 
 
-def objections_to(
-    model: PreTrainedModel, modules: list[AttentionModule], probed: Probe, *, takes_sinks: bool
-) -> dict[int, str]:
+def _refusals(model: PreTrainedModel, parts: list[AttentionModule], probed: Probe, takes_sinks: bool) -> dict[int, str]:
     """Why layers cannot be replaced."""
-    words = {
-        part.number: probed.objection(part.module, is_cached=part.cache_place is not None, takes_sinks=takes_sinks)
-        for part in modules
-    }
-    objections = {number: objection for number, objection in words.items() if objection is not None}
-    cached = [part for part in modules if part.cache_place is not None and part.number not in objections]
+    words = ((part.number, probed.objection(part, takes_sinks=takes_sinks)) for part in parts)
+    objections = {number: objection for number, objection in words if objection is not None}
+    cached = [part for part in parts if part.cache_place is not None and part.number not in objections]
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers if cached else []
     holders: dict[int | None, str] = {}
     for part in cached:
@@ -175,8 +147,10 @@ def objections_to(
     return objections
 
 
-def _caution(part: AttentionModule, probed: Probe) -> str | None:
+def _caution(part: AttentionModule, probed: Probe, merged: MergedKV | None) -> str | None:
     """Why a layer that nobody named keeps its softmax."""
+    if part.is_causal and merged is not None:
+        return "it is causal, and a BoundedCache merges the keys of such layers"
     if part.window is not None:
         return f"a sliding window of {part.window} tokens, linear as it is; name it in `layers` if need be"
     return probed.caution(part.module)
@@ -214,16 +188,10 @@ def cached_layers(model: PreTrainedModel) -> tuple[CachedLayer, ...]:
 
 def _probed(model: PreTrainedModel) -> Iterator[CachedLayer]:
     """Probe a model now for the layers of its cache."""
-    modules = list(attention_modules(model))
-    if not modules:
-        raise ValueError(
-            f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, so that its "
-            "cache cannot be bounded; choose a model that does (GPT-2, Llama, Qwen, Gemma and most newer ones)"
-        )
-    check_weights(model)
+    modules = _runnable_modules(model, "bounded")
     probe_of = probe(model)
     modules = probe_of.placed(modules)
-    objections = objections_to(model, modules, probe_of, takes_sinks=True)
+    objections = _refusals(model, modules, probe_of, True)
     for part in modules:
         if part.cache_place is not None:
             reason = objections.get(part.number) or _reason(part, probe_of)

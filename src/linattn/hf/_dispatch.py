@@ -6,38 +6,25 @@ Letters: B batch, H query heads, L tokens (Lq, Lk), Dv value width.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from linattn.hf._attention_modules import (
-    AttentionModule,
-    former_of,
-    hook_parts,
-    implementations,
-    mark,
-    parts_of,
-    restore,
-    switch_to,
-    unmark,
-)
+from linattn.hf._attention_modules import former_of, implementations, mark, parts_of, restore, switch_to, unmark
 from linattn.hf._calls import AnyMask, AskedMask, InterfaceCall, ask_mask, by_token, refuse_weights
 from linattn.hf._folders import SaveLinearized
 from linattn.hf.interception import NAME as INTERCEPTED
-from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention, attention_of
+from linattn.hf.layer_attention import ATTRIBUTE, Attending, attention_of
 from linattn.hf.state_cache import EncoderDecoderStates, HandedKeys, StateCache, StateLayer
 
 NAME = "linattn"
 UNDO = "linattn_undo"
 """Where a model keeps its former implementations and the hooks, to undo `install`; copies and pickles have it too."""
-Attending = tuple[AttentionModule, LayerAttention]
-"""An attention module and what attends in its place."""
 
 # The attribute of a linearized model's modules that names the attention implementation they had.
 _FORMER = "linattn_former"
@@ -70,10 +57,8 @@ def attend(
         if layer is not None:
             return layer.attend(call), None
         name = attention.module_name
-        call.refuse_options(name, key.shape[-2], takes_sinks=attention.takes_sinks)
-        key_mask, is_causal = call.read_mask(name)
-        sinks = {} if call.sinks is None else {"sinks": call.sinks}
-        out = attention(query, key, value, scale=call.scale, key_mask=key_mask, is_causal=is_causal, **sinks)
+        key_mask, is_causal = call.read_mask(name, key.shape[-2], takes_sinks=attention.takes_sinks)
+        out = attention(query, key, value, scale=call.scale, key_mask=key_mask, is_causal=is_causal, sinks=call.sinks)
         return by_token(out), None
 
 
@@ -81,9 +66,7 @@ def attend(
 def _weights_present(attention: nn.Module) -> Iterator[None]:
     """Have accelerate bring the tensors it keeps elsewhere: it does so where a module is called, and a map is not."""
     # Those that offloading attaches to modules within.
-    hooks: list[tuple[nn.Module, Any]] = [
-        (part, part._hf_hook) for part in attention.modules() if hasattr(part, "_hf_hook")
-    ]
+    hooks: list[Any] = [(part, part._hf_hook) for part in attention.modules() if hasattr(part, "_hf_hook")]
     for part, hook in hooks:
         hook.pre_forward(part)
     try:
@@ -102,13 +85,11 @@ def install(model: PreTrainedModel, attentions: Sequence[Attending]) -> None:
     for part, attention in attentions:
         part.module.add_module(ATTRIBUTE, attention)
     stateful = [part.module for part, _ in attentions if part.cache_place is not None]
-    hooks = [*hook_parts(model, refuse_weights), *hook_parts(model, _refuse_other_implementations)]
-    for module in stateful:
-        # transformers passes attention functions no cache.
-        hooks.append(module.register_forward_pre_hook(_offer, with_kwargs=True))
-        hooks.append(module.register_forward_hook(_settle, with_kwargs=True))
-    if stateful:
-        hooks += check_caches_of(model)
+    hooks = [module.register_forward_pre_hook(_offer, with_kwargs=True) for module in stateful]
+    hooks += [module.register_forward_hook(_settle, with_kwargs=True) for module in stateful]
+    for model_part in parts_of(model):
+        checks = (refuse_weights, _refuse_other_implementations, *([_cache_check(model_part)] if stateful else []))
+        hooks += [model_part.register_forward_pre_hook(check, with_kwargs=True) for check in checks]
     if stateful and hasattr(type(model), _PREPARE):
         setattr(model, _PREPARE, StatesByDefault(model))
     setattr(model, _SAVE, SaveLinearized(model))
@@ -131,16 +112,12 @@ def uninstall(model: PreTrainedModel) -> None:
     unmark(model)
 
 
-def check_caches_of(model: PreTrainedModel) -> list[RemovableHandle]:
-    """Make each model within a model refuse a cache between two tokens, and a mask that changes its tokens."""
-    hooks = []
-    for part in parts_of(model):
-        names = list(inspect.signature(part.forward).parameters)
-        # Of a decoder's own tokens, where a model reads two texts.
-        name = "decoder_attention_mask" if "decoder_attention_mask" in names else "attention_mask"
-        place = names.index(name) if name in names else len(names)
-        hooks.append(part.register_forward_pre_hook(partial(_check_caches, name, place), with_kwargs=True))
-    return hooks
+def _cache_check(part: PreTrainedModel) -> Callable[..., None]:
+    """A model's pre-hook that refuses a cache between two tokens, and a mask that changes its tokens."""
+    names = list(inspect.signature(part.forward).parameters)
+    # Of a decoder's own tokens, where a model reads two texts.
+    name = "decoder_attention_mask" if "decoder_attention_mask" in names else "attention_mask"
+    return partial(_check_caches, name, names.index(name) if name in names else len(names))
 
 
 def _check_caches(mask_name: str, mask_place: int, part: nn.Module, args: Any, options: dict[str, Any]) -> None:
@@ -176,7 +153,7 @@ def _of_text(given: Any) -> Any:
 
 
 def _offer(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook: one keyword more."""
+    """Forward pre-hook: the cache's layer, a keyword more; transformers passes attention functions no cache."""
     cache = _of_text(next((options[name] for name in CACHES if options.get(name) is not None), None))
     place: Any = module.layer_idx
     layer = cache.layers[place] if isinstance(cache, StateCache) else None
@@ -208,14 +185,10 @@ class StatesByDefault:
         getattr(type(self.model), _PREPARE)(self.model, generation_config, model_kwargs, generation_mode, *sizes)
         made = model_kwargs.get("past_key_values")
         if made is not None and made.is_compileable:
-            origin = (
-                ""
-                if named is None
-                else f" (model.generation_config.cache_implementation = None, if {named!r} is there)"
-            )
+            cure = f" (model.generation_config.cache_implementation = None, if {named!r} is there)" if named else ""
             raise ValueError(
                 f"{type(made).__name__} gives its empty slots to attention as keys, which a kernel cannot tell from "
-                f"others; leave the cache out{origin}, and generate keeps states, whose size is constant too"
+                f"others; leave the cache out{cure}, and generate keeps states, whose size is constant too"
             )
         text_cache = _of_text(made)
         # As `generate` makes it by default.

@@ -37,14 +37,7 @@ _REFUSED = {
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 # What makes transformers fetch code from a hub, or read other files than those of the folder.
-_ELSEWHERE = (
-    "attn_implementation",
-    "attn_implementation_internal",
-    "experts_implementation",
-    "experts_implementation_internal",
-    "transformers_weights",
-    "configuration_files",
-)
+_ELSEWHERE = ("attn_implementation", "experts_implementation", "transformers_weights", "configuration_files")
 _HARMLESS = (None, MARK, "eager", "sdpa")
 # Bytes between the places where torch's allocator on the CPU begins tensors.
 _ALIGNMENT = 64
@@ -68,24 +61,16 @@ class SaveLinearized:
             return
         refused = [f"{name} ({cure})" for name, cure in _REFUSED.items() if arguments.get(name)]
         if refused:
-            raise ValueError(
-                f"{type(model).__name__} is linearized, and the folder would not hold its linear attention with "
-                f"{', '.join(refused)}"
-            )
-        folder, is_main = Path(arguments["save_directory"]), arguments.get("is_main_process", True)
-        state = arguments.get("state_dict") or model.state_dict()
-        rest = {
-            name: x for name, x in arguments.items() if name not in ("self", "save_directory", "state_dict", "kwargs")
-        }
-        rest.update(arguments.get("kwargs", {}))
-        write_files(model, folder, state, is_main=is_main, **rest)
+            raise ValueError(f"no folder has the linear attention of {type(model).__name__} with {', '.join(refused)}")
+        arguments.update(arguments.pop("kwargs", {}))
+        model, folder, state = (arguments.pop(name, None) for name in ("self", "save_directory", "state_dict"))
+        write_files(model, Path(folder), state or model.state_dict(), **arguments)
 
 
-def write_files(
-    model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor] | None, *, is_main: bool = True, **options: Any
-) -> None:
+def write_files(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor] | None, **options: Any) -> None:
     """The files of a linearized model, checked first; without a `state` linear attention's weights are apart."""
     record, tensors = describe_model(model, state or {})
+    is_main = options.get("is_main_process", True)
     # What was there before is no linearized model from now on, and what is written is one from the last file on.
     if is_main:
         (folder / RECORD).unlink(missing_ok=True)
@@ -247,7 +232,7 @@ def _check_config(path: Path) -> None:
     if not isinstance(config, dict):
         raise ValueError(f"{place} is not a configuration: it holds no object; {REMEDY}")
     for name, value in _entries(config):
-        if name.lstrip("_") in _ELSEWHERE and value not in _HARMLESS:
+        if name.lstrip("_").removesuffix("_internal") in _ELSEWHERE and value not in _HARMLESS:
             raise ValueError(
                 f"{place}: {name} is {value!r}, which would have transformers take code or files from elsewhere; "
                 f"remove it, or {REMEDY}"

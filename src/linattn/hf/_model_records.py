@@ -59,8 +59,7 @@ def read(folder: Path) -> ModelRecord:
     path = folder / RECORD
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} is missing, so {folder} holds no linearized model: load it with transformers, and linearize_ it "
-            "if that is wanted"
+            f"{path} is missing, so {folder} holds no linearized model: load it with transformers, and linearize_ it"
         )
     record = Reading(str(path), REMEDY).record(ModelRecord, read_record(path, _KIND, _VERSION, REMEDY))
     if not record.layers:
@@ -70,8 +69,7 @@ def read(folder: Path) -> ModelRecord:
         names = ", ".join(each.module_name for each in planned)
         raise ValueError(
             f"{path} has a method for each head of {names}, which this version does not read; linearize_ the softmax "
-            "model by one method for each layer and save that, or read the folder with a version of linattn that has "
-            "linattn.plan"
+            "model by one method for each layer, or read the folder with a version that has linattn.plan"
         )
     return record
 

@@ -1,6 +1,6 @@
 """Probe what each attention module of a model asks its attention function for, by passes of a few tokens.
 
-Letters: B batch, H query heads, L tokens (Lq, Lk), D head width.
+Letters: B batch, H query heads, L tokens (Lq, Lk), D head width, C channels.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,17 +20,20 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import causal_mask_function
 
 from linattn.hf._attention_modules import AttentionModule
-from linattn.hf._calls import SINKS, AskedMask, InterfaceCall, RefusedMask, inexpressible
+from linattn.hf._calls import SINKS, AskedMask, InterfaceCall, inexpressible
 from linattn.hf._dispatch import CACHES
-from linattn.hf._example_inputs import Inputs, example_inputs, on_device, padded
 from linattn.hf.interception import answering
 
 # The attribute of keys that a probe's cache gave.
 _GIVEN = "linattn_given"
 # Tokens of a text that is longer than any window in use.
 _FAR = 2**17
+# Tokens of a text and of a decoder's side: other numbers, so that cross attention shows by the number of its keys.
+_TOKENS, _TARGETS = 6, 4
+# Arguments that say which tokens are of a picture, on which the masks of some decoders depend.
+_KINDS = ("token_type_ids", "mm_token_type_ids")
 
-
+Inputs = dict[str, Any]
 # Held with their tensors, so that no other tensor takes the place of a key in memory.
 Calls = dict[nn.Module, list[InterfaceCall]]
 
@@ -39,15 +42,12 @@ Calls = dict[nn.Module, list[InterfaceCall]]
 class Probe:
     """The attention calls of each module of a model, in passes without and with padding."""
 
-    # of each module that was called, in order, those of all passes
-    calls: Calls = field(default_factory=dict)
-    num_passes: int = 1  # how many passes there were
-    inputs: tuple[str, ...] = ()  # names of what the passes were given
-    # the modules that were given a cache, in a pass as `generate` makes them
-    cached: frozenset[nn.Module] = frozenset()
-    refused_cache: str | None = None  # the kind of that pass's error; None where there was none
-    # the modules whose attention functions were given what their cache gave them, in that pass
-    reached: frozenset[nn.Module] = frozenset()
+    calls: Calls  # of each module that was called, in order, those of all passes
+    num_passes: int  # how many passes there were
+    inputs: tuple[str, ...]  # names of what the passes were given
+    cached: frozenset[nn.Module]  # the modules that were given a cache, in a pass as `generate` makes them
+    refused_cache: str | None  # the kind of that pass's error; None where there was none
+    reached: frozenset[nn.Module]  # the modules whose attention functions were given what their cache gave them
 
     def placed(self, parts: Iterable[AttentionModule]) -> list[AttentionModule]:
         """Modules with what their calls tell of their queries and keys; as they are where no pass called them."""
@@ -62,14 +62,13 @@ class Probe:
             placed.append(part)
         return placed
 
-    def objection(self, module: nn.Module, *, is_cached: bool, takes_sinks: bool) -> str | None:
+    def objection(self, part: AttentionModule, *, takes_sinks: bool) -> str | None:
         """Why no kernel can take a module's place; None where nothing speaks against it."""
+        module, is_cached = part.module, part.cache_place is not None
         calls = self.calls.get(module)
         if calls is None:
-            return (
-                f"a pass over {', '.join(self.inputs)} does not call it; give example={{…}}, inputs of the model that "
-                "reach it"
-            )
+            names = ", ".join(self.inputs)
+            return f"a pass over {names} does not call it; give example={{…}}, inputs of the model that reach it"
         words = dict.fromkeys(words for call in calls for words in inexpressible(call.options, takes_sinks=True))
         if words:
             return f"it asks for {', '.join(words)}, which a kernel φ(q)·φ(k) cannot express"
@@ -82,7 +81,8 @@ class Probe:
             return "its model gives it a mask of pairs, or a bias on them, that a kernel φ(q)·φ(k) cannot express"
         if any(mask.part is not None for mask in self._masks(module)):
             return "its model takes a part of its mask"
-        if not all(call.is_paired for call in calls):
+        shapes = [(call.key.shape, call.value.shape, call.query.shape[1]) for call in calls]
+        if any(key[:3] != value[:3] or num_heads % key[1] for key, value, num_heads in shapes):
             return "its keys and values are not as many, or have not as many heads"
         if not all(call.says_causality for call in calls):
             return "it does not say whether it is causal"
@@ -107,7 +107,7 @@ class Probe:
         sizes = [mask.local_size for mask in structured if mask.local_size is not None]
         if sizes:
             return f"a mask of windows or chunks of {sizes[0]} tokens; name it in `layers` if all texts fit in one"
-        if any(isinstance(mask.read(mask.sizes[2]), RefusedMask) or mask.hides_far_keys(_FAR) for mask in structured):
+        if any(isinstance(mask.read(mask.sizes[2]), str) or mask.hides_far_keys(_FAR) for mask in structured):
             return (
                 "a mask that depends on more than which token is first, such as one by which tokens of a picture see "
                 "later ones; name it in `layers` if the model will be given none"
@@ -251,3 +251,101 @@ def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
             for name, table in tables.items():
                 attributes[name].clear()
                 attributes[name].update(table)
+
+
+def example_inputs(model: PreTrainedModel) -> Iterator[Inputs]:
+    """Inputs of two rows that a model may run on, likeliest first."""
+    arguments, main = inspect.signature(model.forward).parameters, model.main_input_name
+    targets = {"decoder_input_ids": _tokens(model, _TARGETS)} if "decoder_input_ids" in arguments else {}
+    pictures = [{"pixel_values": x} for x in _pictures(model)] if "pixel_values" in arguments else []
+    sounds = [{name: x} for name in ("input_features", "input_values") if name in arguments for x in _sounds(model)]
+    kinds = [name for name in _KINDS if name in arguments]
+    texts = list(_texts(model, kinds)) if "input_ids" in arguments else []
+    if main in ("input_features", "input_values"):
+        leading, rest = sounds, texts
+    elif main == "pixel_values":
+        leading, rest = pictures, texts
+    else:
+        leading, rest = texts, [*pictures, *sounds]
+    yield from ({**inputs, **targets} for inputs in leading)
+    yield from ({**one, **other} for one in leading for other in rest)
+    # A model's own word, for families with arguments of their own.
+    dummies = model.dummy_inputs or {}
+    yield {name: x.to(model.device) for name, x in dummies.items() if isinstance(x, Tensor) and name in arguments}
+
+
+def padded(model: PreTrainedModel, inputs: Inputs) -> Inputs | None:
+    """The inputs, the second row's first place being padding; None where a model or the inputs know no padding."""
+    arguments = inspect.signature(model.forward).parameters
+    masks = {}
+    for name, mask_name in {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}.items():
+        tokens = inputs.get(name)
+        if mask_name in arguments and mask_name not in inputs and isinstance(tokens, Tensor) and tokens.ndim == 2:
+            mask = torch.ones_like(tokens)
+            mask[-1, 0] = 0
+            masks[mask_name] = mask
+    return {**inputs, **masks} if masks else None
+
+
+def on_device(inputs: Mapping[str, Any], device: torch.device) -> Inputs:
+    """Inputs where a model is."""
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+
+def _texts(model: PreTrainedModel, kinds: list[str]) -> Iterator[Inputs]:
+    """Texts; where a model reads pictures too, first some of whose tokens are said to be of one."""
+    tokens = {"input_ids": _tokens(model, _TOKENS)}
+    if kinds and getattr(model.config, "vision_config", None) is not None:
+        places = (torch.arange(_TOKENS, device=model.device) % 3 == 1).long().expand(2, -1)
+        yield {**tokens, **dict.fromkeys(kinds, places)}
+    yield tokens
+
+
+def _tokens(model: PreTrainedModel, length: int) -> Tensor:
+    """Token numbers (2, L), none of which the configuration names as special."""
+    try:
+        config = model.config.get_text_config()
+    # Of texts of two kinds those of the encoder.
+    except ValueError:
+        config = model.config.get_text_config(encoder=True)
+    named = [value for part in (model.config, config) for name, value in vars(part).items() if "token" in name]
+    special = {number for value in named for number in (value if isinstance(value, list | tuple) else [value])}
+    size = getattr(config, "vocab_size", None)
+    ordinary = [n for n in range(min(size, 100) if isinstance(size, int) else 2) if n not in special] or [0]
+    numbers = [ordinary[place % len(ordinary)] for place in range(2 * length)]
+    return torch.tensor(numbers, device=model.device).view(2, length)
+
+
+def _pictures(model: PreTrainedModel) -> Iterator[Tensor]:
+    """Two pictures of the size that the configuration names, or as many videos."""
+    size = _setting(model, "image_size") or 224
+    size = (size, size) if isinstance(size, int) else tuple(size)
+    frames, channels = _setting(model, "num_frames"), _setting(model, "num_channels") or 3
+    if len(size) != 2:
+        return
+    options: Any = {"dtype": model.dtype, "device": model.device}
+    if isinstance(frames, int):
+        yield torch.zeros(2, frames, channels, *size, **options)
+    yield torch.zeros(2, channels, *size, **options)
+
+
+def _sounds(model: PreTrainedModel) -> Iterator[Tensor]:
+    """Two sounds: spectra of the sizes that the configuration names, and waves."""
+    names = "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_dim"
+    bins = next((size for size in (_setting(model, name) for name in names) if isinstance(size, int)), 80)
+    options: Any = {"dtype": model.dtype, "device": model.device}
+    positions, frames = _setting(model, "max_source_positions"), _setting(model, "max_length")
+    if isinstance(positions, int):
+        yield torch.zeros(2, bins, 2 * positions, **options)
+    if _setting(model, "frequency_stride") and isinstance(frames, int):
+        yield torch.zeros(2, frames, bins, **options)
+    # A quarter of a second at 16 kHz: convolutions need some samples for each of their places.
+    yield torch.zeros(2, 4000, **options)
+    yield torch.zeros(2, 64, bins, **options)
+
+
+def _setting(model: PreTrainedModel, name: str) -> Any:
+    """A setting of the configuration, or of that of the part of the model that reads pictures or sounds."""
+    config = model.config
+    parts = [config, *(getattr(config, part, None) for part in config.sub_configs)]
+    return next((value for value in (getattr(part, name, None) for part in parts) if value is not None), None)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from linattn.hf._attention_modules import put_before, unwrapped
 from linattn.hf._cache_layers import TextCache
@@ -144,20 +143,10 @@ class BoundedCache(TextCache):
         else:
             sized = ((layer.number, layer.sizes) for layer in bounded)
             configs = {n: within_budget(budget, sizes, bits, recall=recall) for n, sizes in sized if sizes is not None}
-        layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-        for layer in bounded:
-            layers[layer.place] = BoundedLayer(layer.name, configs[layer.number])
-        super().__init__(layers, {layer.place for layer in cached})
+        super().__init__(model, {layer.place: BoundedLayer(layer.name, configs[layer.number]) for layer in bounded})
         self.report = tuple(
-            BoundedLayerReport(
-                layer.number,
-                layer.name,
-                configs.get(layer.number),
-                reasons[layer.number],
-                layer.num_key_heads,
-                layer.sizes,
-            )
-            for layer in cached
+            BoundedLayerReport(n, layer.name, configs.get(n), reasons[n], layer.num_key_heads, layer.sizes)
+            for n, layer in ((layer.number, layer) for layer in cached)
         )
         self._bounded_places = frozenset(layer.place for layer in bounded)
         put_before(model, NAME)
@@ -214,8 +203,7 @@ def _check_model(model: PreTrainedModel) -> None:
         raise ValueError(f"{kind} keeps a StreamCache, whose streams are as large as its blocks make them; use that")
     if model.config.output_attentions:
         raise ValueError(
-            f"{kind} is asked for the attention weights (config.output_attentions), which merged keys do not have; set "
-            "it to False"
+            f"{kind} is asked for the attention weights, which merged keys lack; set config.output_attentions to False"
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,20 +16,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linattn.feature_maps import FittedMap
-from linattn.hf._attention_modules import AttentionModule, attention_modules
+from linattn.hf._attention_modules import attention_modules
 from linattn.hf._calls import InterfaceCall
-from linattn.hf._example_inputs import on_device
+from linattn.hf._probing import on_device
 from linattn.hf.interception import answering
-from linattn.hf.layer_attention import LayerAttention, rescale_query
+from linattn.hf.layer_attention import Attending, rescale_query
 
 Sample = Mapping[str, Any] | Tensor
 """Keyword arguments of a model's forward pass, or a tensor (B, L) of input ids."""
+Batches = Iterable[Mapping[str, Any]]
 
 # Tokens kept per layer, and between half of them and all where there were more: enough for means, moments and centres.
 _MOST_TOKENS = 16384
 
 
-def fit_maps(model: PreTrainedModel, maps: Mapping[str, FittedMap], batches: Iterable[Mapping[str, Any]]) -> None:
+def fit_maps(model: PreTrainedModel, maps: Mapping[str, FittedMap], batches: Batches) -> None:
     """Fit maps, by the name of their attention module and in place, to what a softmax model attends with on batches."""
     observations = {part.module: Observed(part.name) for part in attention_modules(model) if part.name in maps}
 
@@ -37,8 +38,7 @@ def fit_maps(model: PreTrainedModel, maps: Mapping[str, FittedMap], batches: Ite
         """By its own attention, after the call is added to what is observed."""
         observed = observations.get(call.module)
         if observed is not None:
-            call.refuse_options(observed.module_name, call.key.shape[-2], takes_sinks=True)
-            key_mask, _ = call.read_mask(observed.module_name)
+            key_mask, _ = call.read_mask(observed.module_name, call.key.shape[-2], takes_sinks=True)
             observed.add(call.query, call.key, key_mask, call.scale)
         return call.by_former()[0]
 
@@ -53,9 +53,7 @@ def fit_maps(model: PreTrainedModel, maps: Mapping[str, FittedMap], batches: Ite
             feature_map.fit(rescale_query(feature_map, query, scale), key)
 
 
-def calibrate_maps(
-    model: PreTrainedModel, attentions: Sequence[tuple[AttentionModule, LayerAttention]], batches: Iterable[Sample]
-) -> None:
+def calibrate_maps(model: PreTrainedModel, attentions: Sequence[Attending], batches: Batches) -> None:
     """Fit the maps that take statistics, each to what its own layer attends with."""
     maps = {part.name: attention.feature_map for part, attention in attentions}
     fitted = {name: each for name, each in maps.items() if isinstance(each, FittedMap)}
@@ -66,15 +64,16 @@ def calibrate_maps(
         raise ValueError(
             "several layers have one map, which cannot be fitted to each of them; let the function build one per call"
         )
-    fit_maps(model, fitted, _checked(batches))
+    fit_maps(model, fitted, batches)
 
 
-def first_sample(batches: Iterable[Sample] | None) -> tuple[Mapping[str, Any] | None, Iterable[Sample] | None]:
+def first_sample(batches: Iterable[Sample] | None) -> tuple[Mapping[str, Any] | None, Batches | None]:
     """The first batch as keyword arguments, None where there is none, and all batches."""
     if batches is None:
         return None, None
-    first = list(islice(batches := _checked(batches), 1))
-    return first[0], chain(first, batches)
+    checked = _checked(batches)
+    first = next(checked)
+    return first, chain([first], checked)
 
 
 def _checked(batches: Iterable[Sample]) -> Iterator[Mapping[str, Any]]:
@@ -85,34 +84,27 @@ def _checked(batches: Iterable[Sample]) -> Iterator[Mapping[str, Any]]:
         )
     number = -1
     for number, batch in enumerate(batches):
-        yield _inputs(f"calibrate[{number}]", batch)
+        name = f"calibrate[{number}]"
+        if not isinstance(batch, Mapping | Tensor):
+            raise TypeError(
+                f"{name} is {type(batch).__name__}, wanted a mapping of the model's inputs, as a tokenizer returns, or "
+                "a tensor of input ids"
+            )
+        if isinstance(batch, Tensor) and (batch.ndim != 2 or batch.is_floating_point()):
+            raise ValueError(
+                f"{name} is a tensor of {batch.dtype} and shape {tuple(batch.shape)}, wanted input ids, integers of "
+                "shape (B, L); give other inputs by name, as in {'input_ids': …}"
+            )
+        yield {"input_ids": batch} if isinstance(batch, Tensor) else batch
     if number < 0:
         raise ValueError("calibrate holds no batches; give some that are like what the model will read")
-
-
-def _inputs(name: str, batch: Sample) -> Mapping[str, Any]:
-    """A batch as keyword arguments."""
-    if isinstance(batch, Mapping):
-        return batch
-    if not isinstance(batch, Tensor):
-        raise TypeError(
-            f"{name} is {type(batch).__name__}, wanted a mapping of the model's inputs, as a tokenizer returns, or a "
-            "tensor of input ids"
-        )
-    if batch.ndim != 2 or batch.is_floating_point():
-        raise ValueError(
-            f"{name} is a tensor of {batch.dtype} and shape {tuple(batch.shape)}, wanted input ids, integers of shape "
-            "(B, L); give other inputs by name, as in {'input_ids': …}"
-        )
-    return {"input_ids": batch}
 
 
 class _Spread:
     """Every stride-th of the tokens that were added, the stride doubled whenever they become too many."""
 
     def __init__(self) -> None:
-        # (1, H, N, D)
-        self.tokens: Tensor | None = None
+        self.tokens: Tensor | None = None  # (1, H, N, D)
         self._stride, self._seen = 1, 0
 
     def add(self, x: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from linattn.hf._attention_modules import attention_modules
+from linattn.hf._attention_modules import attention_modules, parts_of
 from linattn.hf.calibrating import evaluating
 from linattn.hf.layer_attention import LayerAttention, attention_of
 from linattn.parallel.context_parallel import SequenceParts
@@ -110,18 +110,15 @@ def _numbered_call(
 
 def _splittable(model: PreTrainedModel) -> list[LayerAttention]:
     """The model's linear attentions; layers whose sequences cannot be split are refused."""
-    attentions, names = [], []
-    for part in attention_modules(model):
-        attention = attention_of(part.module)
-        if attention is None:
-            names.append(part.name)
-            continue
+    by_name = {part.name: attention_of(part.module) for part in attention_modules(model)}
+    attentions = [attention for attention in by_name.values() if attention is not None]
+    for attention in attentions:
         if attention.merged is not None:
             raise ValueError(
-                f"{part.name} attends by {attention.summary}: which keys are merged is decided over all of a "
-                "sequence, and a rank has some of it; linearize_ the layers by maps"
+                f"{attention.module_name} attends by {attention.summary}: which keys are merged is decided over all of "
+                "a sequence, and a rank has some of it; linearize_ the layers by maps"
             )
-        attentions.append(attention)
+    names = [name for name, attention in by_name.items() if attention is None]
     if names or not attentions:
         raise ValueError(
             f"{', '.join(names) or type(model).__name__} attends by softmax, whose keys would have to be sent to all "
@@ -132,13 +129,13 @@ def _splittable(model: PreTrainedModel) -> list[LayerAttention]:
 
 def _numbered(model: PreTrainedModel) -> list[PreTrainedModel]:
     """The models within a model that take positions; one that takes none is refused."""
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    if _POSITIONS not in _options(model):
+    parts = [part for part in parts_of(model) if _POSITIONS in inspect.signature(part.forward).parameters]
+    if model not in parts:
         raise TypeError(
             f"{type(model).__name__} takes no {_POSITIONS}, so that a part of a text cannot be told where it begins; "
             "for a LinearLM there is linattn.parallel.ContextParallel"
         )
-    return [part for part in parts if _POSITIONS in _options(part)]
+    return parts
 
 
 def _counts_from_zero(part: PreTrainedModel) -> bool:
@@ -146,12 +143,8 @@ def _counts_from_zero(part: PreTrainedModel) -> bool:
     padding = getattr(part.config, "pad_token_id", None)
     token = next(number for number in range(2) if number != padding)
     tokens = torch.full((1, 3), token, device=part.device)
-    run = partial(part, tokens, **({"use_cache": False} if "use_cache" in _options(part) else {}))
+    options = {"use_cache": False} if "use_cache" in inspect.signature(part.forward).parameters else {}
+    run = partial(part, tokens, **options)
     with torch.no_grad(), evaluating(part):
         output, counted_output = run()[0], run(position_ids=torch.arange(3, device=part.device).unsqueeze(0))[0]
     return bool(torch.equal(output, counted_output))
-
-
-def _options(part: PreTrainedModel) -> Any:
-    """Parameters of a model's forward pass, by name."""
-    return inspect.signature(part.forward).parameters

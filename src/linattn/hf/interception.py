@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from linattn.hf._attention_modules import attention_modules, hook_parts, implementations, restore, switch_to
+from linattn.hf._attention_modules import attention_modules, implementations, parts_of, restore, switch_to
 from linattn.hf._calls import AnyMask, InterfaceCall, ask_mask, by_token, refuse_weights
 from linattn.methods.measures import uniform_average
 from linattn.softmax import softmax_attention
@@ -78,9 +78,8 @@ class _Interception:
         """Forward hook of the model: a pass without calls means that the handler was passed over."""
         if self.num_calls == 0:
             raise RuntimeError(
-                f"{type(model).__name__} ran without one call of its attention function: its layers compute attention "
-                "by other means and cannot be intercepted; choose a model whose layers use transformers' "
-                "AttentionInterface"
+                f"{type(model).__name__} ran without one call of its attention function: its layers attend by other "
+                "means and cannot be intercepted; choose a model whose layers use transformers' AttentionInterface"
             )
         if self.num_windowed == self.num_calls:
             raise ValueError(
@@ -96,9 +95,8 @@ class _Interception:
         if call.hides_keys(num_keys):
             self.num_windowed += 1
             return call.by_former()[0]
-        call.refuse_options(name, num_keys)
-        read = AttentionCall(number, name, query, call.key, value, *call.read_mask(name), call.scale)
-        out = self.handler(read)
+        mask = call.read_mask(name, num_keys)
+        out = self.handler(AttentionCall(number, name, query, call.key, value, *mask, call.scale))
         wanted = (*query.shape[:-1], value.shape[-1])
         if tuple(out.shape) != wanted:
             raise ValueError(
@@ -173,8 +171,8 @@ def intercept(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
     """
     interception = _Interception(handler, model)
     with answering(model, interception.answer), ExitStack() as hooks:
-        for hook in hook_parts(model, refuse_weights):
-            hooks.enter_context(hook)
+        for part in parts_of(model):
+            hooks.enter_context(part.register_forward_pre_hook(refuse_weights, with_kwargs=True))
         with model.register_forward_pre_hook(interception.start), model.register_forward_hook(interception.finish):
             yield
 

@@ -5,21 +5,12 @@ Letters: B batch, L tokens, E width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, cast
+from contextlib import ExitStack
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    GenerationMixin,
-    PreTrainedModel,
-    TrainerCallback,
-)
-from transformers.generation.configuration_utils import GenerationMode
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
@@ -62,6 +53,7 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
     _is_stateful = True
+    _input_embed_layer = "embedding"
 
     def __init__(self, config: LinearLMConfig) -> None:
         super().__init__(config)
@@ -105,36 +97,35 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
             TypeError: another kind of cache.
             ValueError: a mask of single pairs; shapes that do not fit.
         """
-        num_before = past_key_values.get_seq_length() if isinstance(past_key_values, StreamCache) else 0
+        cache = past_key_values
+        if cache is not None and not isinstance(cache, StreamCache):
+            raise TypeError(
+                f"past_key_values must be a linattn.hf.StreamCache, got {type(cache).__name__}; or leave it out"
+            )
+        num_before = 0 if cache is None else cache.get_seq_length()
         key_mask = _key_mask(input_ids, attention_mask, num_before)
         is_cached = self.config.use_cache and not self.training if use_cache is None else use_cache
-        if past_key_values is None and is_cached and labels is None:
-            past_key_values = StreamCache(len(self.model.blocks))
+        if cache is None and is_cached and labels is None:
+            cache = StreamCache(len(self.model.blocks))
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        with _block_inputs(self.model) if wants_states else nullcontext() as states:
-            x = self._vectors(input_ids, key_mask, past_key_values)
+        states: list[Tensor] = []
+        with ExitStack() as hooks:
+            for block in self.model.blocks if wants_states else ():
+                # A block's input is that of its first norm, with a state or without.
+                hook = block.attention_norm.register_forward_pre_hook(lambda _, args: states.append(args[0]))
+                hooks.enter_context(hook)
+            if cache is None:
+                x = self.model.vectors(input_ids, key_mask=key_mask)
+            else:
+                x, streams = self.model.vectors_with_state(input_ids, cache.streams, key_mask=key_mask)
+                cache.advance(streams, input_ids.shape[1])
         logits = self.model.logits(x[:, -logits_to_keep:])
         loss = None
         if labels is not None:
             sizes = {"vocab_size": self.config.vocab_size, "num_items_in_batch": num_items_in_batch}
             loss = self.loss_function(logits=logits, labels=labels, **sizes)
-        hidden_states = None if states is None else (*states, self.model.norm(x))
-        return CausalLMOutputWithPast(loss, logits, past_key_values, hidden_states)
-
-    def _vectors(self, input_ids: Tensor, key_mask: Tensor | None, cache: StreamCache | None) -> Tensor:
-        """Vectors after the last block; a cache goes on with these tokens."""
-        x: Tensor
-        if cache is None:
-            x = self.model.vectors(input_ids, key_mask=key_mask)
-            return x
-        if not isinstance(cache, StreamCache):
-            raise TypeError(
-                f"past_key_values must be a linattn.hf.StreamCache, got {type(cache).__name__}; leave it out, and "
-                "generate makes one"
-            )
-        x, streams = self.model.vectors_with_state(input_ids, cache.streams, key_mask=key_mask)
-        cache.advance(streams, input_ids.shape[1])
-        return x
+        hidden_states = (*states, self.model.norm(x)) if wants_states else None
+        return CausalLMOutputWithPast(loss, logits, cache, hidden_states)
 
     def save_pretrained(self, *args: Any, **options: Any) -> None:
         """Write a folder as transformers does.
@@ -143,9 +134,7 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
             ValueError: maps were fitted to samples: a model that is loaded has no places for their tensors.
         """
         maps = {name: part for name, part in self.named_modules() if isinstance(part, FittedMap)}
-        fitted = [
-            name for name, part in maps.items() if any(getattr(part, each) is not None for each in part.fitted_buffers)
-        ]
+        fitted = [name for name, part in maps.items() if any(getattr(part, x) is not None for x in part.fitted_buffers)]
         if fitted:
             raise ValueError(
                 f"{', '.join(fitted)} of this LinearLM were fitted to samples, and a folder brings no such tensors "
@@ -177,21 +166,8 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
         """Contexts to build a model on a real device: what is no tensor of a map or an encoding is made then."""
         return [*super().get_init_context(*args), torch.device("cpu")]
 
-    def get_input_embeddings(self) -> nn.Embedding:
-        """The embedding, which gives the logits too."""
-        return cast(nn.Embedding, self.model.embedding)
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Another embedding."""
-        self.model.embedding = cast(nn.Embedding, value)
-
     def _prepare_cache_for_generation(
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[Any, Any],
-        generation_mode: GenerationMode,
-        batch_size: int,
-        max_cache_length: int,
+        self, generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, max_cache_length: int
     ) -> Any:
         """`generate`'s cache: the one given, or one of streams."""
         if generation_config.cache_implementation is not None:
@@ -230,21 +206,6 @@ class RedrawCallback(TrainerCallback):
         """One step of the optimiser is done."""
         assert self._schedule is not None
         self._schedule.step()
-
-
-@contextmanager
-def _block_inputs(model: LinearLM) -> Iterator[list[Tensor]]:
-    """Collect the inputs of a model's blocks while the context is open, with a state or without."""
-    inputs: list[Tensor] = []
-
-    def keep(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Forward pre-hook of a block's first norm."""
-        inputs.append(args[0])
-
-    with ExitStack() as hooks:
-        for block in model.blocks:
-            hooks.enter_context(block.attention_norm.register_forward_pre_hook(keep))
-        yield inputs
 
 
 def _key_mask(input_ids: Tensor, attention_mask: Tensor | None, num_before: int) -> Tensor | None:

@@ -12,14 +12,12 @@ from linattn import positions as encodings
 from linattn.methods.method import parse_method
 from linattn.nn import Block, LinearAttention, SoftmaxAttention
 from linattn.nn.attention import QkNorm
-from linattn.positions import FixedDecay, ForgetGate, Gate, Position
+from linattn.positions import FixedDecay, ForgetGate, Gate
 
 NUM_BYTES = 256
 _INPUTS = ["input_ids", "attention_mask"]
 
-_POSITIONS: dict[str, Callable[..., Position]] = {
-    name: getattr(encodings, name) for name in ("Rotary", "SinusoidalCodes", "LearnedCodes")
-}
+_POSITIONS = {name: getattr(encodings, name) for name in ("Rotary", "SinusoidalCodes", "LearnedCodes")}
 _GATES: dict[str, Callable[..., Gate]] = {
     "ForgetGate": ForgetGate,
     "Alibi": lambda _, num_heads: FixedDecay.alibi(num_heads),
@@ -121,23 +119,16 @@ def _attention(config: LinearLMConfig, kind: str, place: int) -> LinearAttention
     """The attention of one block."""
     num_kv_heads = config.num_key_value_heads or config.num_attention_heads
     head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
-    positions = None if config.positions is None else _built("positions", config.positions, _POSITIONS, head_dim)
-    gate = None
+    options: dict[str, Any] = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "is_causal": True}
+    options |= {"qk_norm": config.qk_norm, "output_gate": config.output_gate}
+    if config.positions is not None:
+        options["positions"] = _built("positions", config.positions, _POSITIONS, head_dim)
     if config.gate is not None and kind in config.gated:
-        gate = _built("gate", config.gate, _GATES, config.hidden_size, num_kv_heads)
-    options: dict[str, Any] = {
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "is_causal": True,
-        "positions": positions,
-        "gate": gate,
-        "qk_norm": config.qk_norm,
-        "output_gate": config.output_gate,
-    }
+        options["gate"] = _built("gate", config.gate, _GATES, config.hidden_size, num_kv_heads)
     if kind == "s":
         return SoftmaxAttention(config.hidden_size, config.num_attention_heads, **options)
     method = parse_method(config.method)
-    width = head_dim if positions is None else positions.encoded_dim
+    width = options["positions"].encoded_dim if "positions" in options else head_dim
     num_features = config.num_features if method.takes_features else None
     num_heads = num_kv_heads if config.per_head else None
     drawn = {"scale": head_dim**-0.5, "seed": config.seed + place, "num_heads": num_heads}

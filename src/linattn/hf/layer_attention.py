@@ -10,16 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from linattn.attention import (
-    Attended,
-    State,
-    linear_attention,
-    linear_attention_with_state,
-    linear_partial,
-    linear_partial_with_state,
-)
+from linattn.attention import Attended, State, linear_attention, linear_attention_with_state
+from linattn.attention.functional import linear_partial, linear_partial_with_state
 from linattn.attention.window import shares_normalizer
 from linattn.feature_maps import FeatureMap
+from linattn.hf._attention_modules import AttentionModule
 from linattn.kv_cache import MergedKV, merged_attention
 
 ATTRIBUTE = "linear_attention"
@@ -73,8 +68,7 @@ class LayerAttention(nn.Module):
         super().__init__()
         if not isinstance(kernel, FeatureMap | MergedKV):
             raise TypeError(
-                f"{module_name} attends by a linattn.feature_maps.FeatureMap or by a linattn.MergedKV, got "
-                f"{type(kernel).__name__}"
+                f"{module_name} attends by a linattn FeatureMap or by a linattn.MergedKV, got {type(kernel).__name__}"
             )
         if isinstance(kernel, MergedKV) and window is not None:
             raise ValueError(f"{module_name}: {kernel!r} has its own window, got window={window}; leave window out")
@@ -186,6 +180,10 @@ class LayerAttention(nn.Module):
                 f"{self.module_name} has a part of each sequence (linattn.hf.context_parallel), which no sinks stand "
                 "beside; call the model outside of it"
             )
+
+
+Attending = tuple[AttentionModule, LayerAttention]
+"""An attention module and what attends in its place."""
 
 
 def attention_of(module: nn.Module) -> LayerAttention | None:

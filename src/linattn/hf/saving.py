@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import linattn
 from linattn.hf import _model_records
 from linattn.hf._attention_modules import AttentionModule, attention_modules
-from linattn.hf._choosing import refuse_converted_decoder
+from linattn.hf._choosing import refuse_old_decoder
 from linattn.hf._dispatch import install
 from linattn.hf._folders import bring_back, softmax_model, write_files
 from linattn.hf._model_records import RECORD, REMEDY, LayerRecord, ModelRecord, rebuild_attention
@@ -103,9 +103,9 @@ def from_pretrained(folder: str | os.PathLike[str]) -> PreTrainedModel:
         )
     tensors = _model_records.read_tensors(path, record)
     model = softmax_model(path, record)
-    attentions = [_attention(part, layer, path, tensors) for part, layer in _pairs(model, record, path)]
+    attentions = [(part, _attention(part, layer, path, tensors)) for part, layer in _pairs(model, record, path)]
     for part, attention in attentions:
-        refuse_converted_decoder(model, part, attention, path)
+        refuse_old_decoder(model, part, attention.merged, path)
         try_out(part, attention, attention.summary)
     bring_back(model, tensors, path)
     install(model, attentions)
@@ -117,8 +117,7 @@ def write_linearized(model: PreTrainedModel, folder: Path) -> None:
     """The files of a linearized model, into a folder that exists; nothing is written before everything is checked."""
     if not is_linearized(model):
         raise ValueError(
-            f"{type(model).__name__} is not linearized; call linearize_ on it first, or write it by its own "
-            "save_pretrained"
+            f"{type(model).__name__} is not linearized; call linearize_ on it first, or its own save_pretrained"
         )
     with quiet():
         write_files(model, folder, None)
@@ -144,9 +143,7 @@ def _pairs(model: PreTrainedModel, record: ModelRecord, path: Path) -> list[tupl
     return [(modules[layer.number], layer) for layer in record.layers]
 
 
-def _attention(
-    part: AttentionModule, layer: LayerRecord, path: Path, tensors: dict[str, Tensor]
-) -> tuple[AttentionModule, LayerAttention]:
+def _attention(part: AttentionModule, layer: LayerRecord, path: Path, tensors: dict[str, Tensor]) -> LayerAttention:
     """One layer's attention with its tensors, which are taken out of `tensors`."""
     place, prefix = f"{path / RECORD}, layer {layer.number}", f"{part.name}.{ATTRIBUTE}."
     attention = rebuild_attention(layer.kernel, part.name, place)
@@ -156,4 +153,4 @@ def _attention(
         attention.load_state_dict({name.removeprefix(prefix): x for name, x in layer_tensors.items()}, assign=True)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{place}: {error}; {REMEDY}") from error
-    return part, attention
+    return attention

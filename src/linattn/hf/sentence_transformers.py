@@ -26,17 +26,7 @@ _WHERE = {"subfolder", "token", "cache_dir", "revision", "local_files_only", "tr
 
 
 class LinearTransformer(Transformer):
-    """The first module of a SentenceTransformer whose attention is linearized, and is saved and loaded with it.
-
-    modules.json names it, so that `SentenceTransformer(folder, trust_remote_code=True)` attends by the maps or raises;
-    sentence-transformers asks for that word before it imports any class outside its own package. No code is written.
-
-    Raises:
-        ValueError: if texts have more tokens than the model has positions; if it is saved without safetensors, or after
-            `restore_`; if it is loaded with an option for the model, as a dtype or another backend.
-
-    Source: sentence-transformers' documentation, "Creating Custom Models".
-    """
+    """The first module of a SentenceTransformer, named in modules.json: saved and loaded with its linear attention."""
 
     def forward(self, features: dict[str, Any], **options: Any) -> dict[str, Any]:
         """The model's token embeddings, as `Transformer` gives them; both names are sentence-transformers' own."""
@@ -84,17 +74,9 @@ class LinearTransformer(Transformer):
 
 
 def with_model(source: str, model: PreTrainedModel) -> SentenceTransformer:
-    """A saved SentenceTransformer with another model inside: its tokenizer, pooling and prompts around that model.
-
-    Example:
-        >>> from linattn.hf.loading import load
-        >>> loaded = load()
-        >>> with_model(loaded.source, loaded.model)[0].auto_model is loaded.model
-        True
-    """
-    local = Path(source).is_dir()
+    """A saved SentenceTransformer with another model inside: its tokenizer, pooling and prompts around that model."""
     with quiet():
-        sentence_model = SentenceTransformer(source, device="cpu", local_files_only=local)
+        sentence_model = SentenceTransformer(source, device="cpu", local_files_only=Path(source).is_dir())
     first = sentence_model[0]
     if not isinstance(first, Transformer):
         raise TypeError(f"{source} begins with {type(first).__name__}, wanted sentence-transformers' Transformer")

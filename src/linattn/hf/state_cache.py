@@ -6,23 +6,18 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import EncoderDecoderCache, PreTrainedModel
 
 from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
 from linattn.hf._cache_layers import ForkedCache, Kernel, RecordingLayer, StatefulLayer, TextCache
 from linattn.hf._calls import InterfaceCall
 from linattn.hf.layer_attention import ATTRIBUTE, attention_of, rescale_query
-from linattn.kv_cache import (
-    MergedAttended,
-    MergedKV,
-    MergedState,
-    merged_attention_with_state,
-    merged_partial_with_state,
-)
+from linattn.kv_cache import MergedAttended, MergedState, merged_attention_with_state, merged_partial_with_state
+from linattn.kv_cache.config import MergedKV
 from linattn.nn import Stream
 
 
@@ -55,23 +50,19 @@ class StreamCache(ForkedCache):
         (3, 4, True)
     """
 
+    layers: Any  # of one kind, `StreamLayer`
+
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[StreamLayer() for _ in range(num_layers)])
 
     @property
-    def _places(self) -> list[StreamLayer]:
-        """The layers, all of one kind."""
-        return cast("list[StreamLayer]", self.layers)
-
-    @property
     def streams(self) -> list[Stream] | None:
         """Each block's stream; None before the first token."""
-        held = [layer.state for layer in self._places if layer.state is not None]
-        return held or None
+        return [layer.state for layer in self.layers if layer.state is not None] or None
 
     def advance(self, streams: tuple[Stream, ...], num_tokens: int) -> None:
         """The streams after so many more tokens."""
-        for layer, stream in zip(self._places, streams, strict=True):
+        for layer, stream in zip(self.layers, streams, strict=True):
             layer.advance_to(stream, num_tokens)
 
 
@@ -130,10 +121,7 @@ class StateLayer(RecordingLayer[State]):
 
 
 class HandedKeys(Tensor):
-    """New keys on their way from a bounded layer to linattn's attention function, which alone can read them.
-
-    Any other reader has only the new keys before it, none of the earlier ones: an error, not a wrong result.
-    """
+    """New keys on their way from a bounded layer to linattn's attention function, which alone can read them."""
 
     layer: BoundedLayer  # that they come from, whose state is to take them in
     key: Tensor  # the keys themselves, (B, Hkv, L, D)
@@ -142,7 +130,7 @@ class HandedKeys(Tensor):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Shapes and the like as of any tensor; an error for all else."""
+        """Shapes and the like as of any tensor; an error for all else, as earlier keys are missing here."""
         if function in _SHOWN:
             return super().__torch_function__(function, types, args, kwargs or {})
         raise RuntimeError(
@@ -153,13 +141,8 @@ class HandedKeys(Tensor):
 
 
 # What a model may look at on the way.
-_SHOWN = frozenset(
-    {
-        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")),
-        Tensor.size,
-        Tensor.dim,
-    }
-)
+_ATTRIBUTES = ("shape", "dtype", "device", "ndim", "requires_grad")
+_SHOWN = frozenset({Tensor.size, Tensor.dim, *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES)})
 
 
 class BoundedLayer(RecordingLayer[MergedState]):
@@ -209,9 +192,8 @@ class BoundedLayer(RecordingLayer[MergedState]):
             )
         if not getattr(call.module, "is_causal", False):
             raise ValueError(
-                f"{type(call.module).__name__} is not causal and was given the cache of {self.module_name}; an "
-                "encoder-decoder takes it for its self-attention: EncoderDecoderCache(BoundedCache(model), "
-                "DynamicCache())"
+                f"{type(call.module).__name__} is not causal and was given the cache of {self.module_name}; give an "
+                "encoder-decoder it for its self-attention: EncoderDecoderCache(BoundedCache(model), DynamicCache())"
             )
         if hasattr(call.module, ATTRIBUTE):
             raise RuntimeError(
@@ -261,18 +243,13 @@ class StateCache(TextCache):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        modules = list(attention_modules(model))
-        linear = [part for part in modules if attention_of(part.module) is not None]
+        linear = [part for part in attention_modules(model) if attention_of(part.module) is not None]
         names = {part.cache_place: part.name for part in linear if part.cache_place is not None}
         if not names:
             raise ValueError(
-                f"no causal layer of {type(model).__name__} attends by a feature map; call linearize_ on it first, or "
-                "use an ordinary cache"
+                f"no causal layer of {type(model).__name__} attends by a feature map; linearize_ it, or drop the cache"
             )
-        layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-        for number, name in names.items():
-            layers[number] = StateLayer(name)
-        super().__init__(layers, {part.cache_place for part in modules})
+        super().__init__(model, {place: StateLayer(name) for place, name in names.items()})
 
 
 class EncoderDecoderStates(EncoderDecoderCache):

@@ -7,20 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import (
-    Cache,
-    DynamicCache,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TemperatureLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from linattn.hf._attention_modules import attention_modules
 from linattn.hf._model_records import RECORD
@@ -86,29 +78,23 @@ def stream_tokens(
     Source: Holtzman et al. 2020 (arXiv 1904.09751) for top_p.
     """
     _check(model, prompt, temperature, top_p)
-    cache = new_cache(model) if cache is None else cache
-    return _tokens(model, prompt, _warpers(temperature, top_p), generator, cache, notify)
+    text = new_cache(model) if cache is None else cache
+    warp = _warpers(temperature, top_p)
 
+    def tokens() -> Iterator[Tensor]:
+        """The draws, none before the first is asked for."""
+        logits, num_read = prompt.new_empty(0), 0
+        for chunk in prompt.to(model.device).split(_CHUNK, 1):
+            logits = _step(model, chunk, text)
+            num_read += chunk.shape[1]
+            if notify is not None:
+                notify(num_read)
+        while True:
+            token = _draw(logits, warp, generator)
+            yield token
+            logits = _step(model, token, text)
 
-def _tokens(
-    model: PreTrainedModel,
-    prompt: Tensor,
-    warp: LogitsProcessorList | None,
-    generator: torch.Generator | None,
-    cache: Cache,
-    notify: Callable[[int], None] | None,
-) -> Iterator[Tensor]:
-    """The tokens of `stream_tokens`."""
-    logits, num_read = prompt.new_empty(0), 0
-    for chunk in prompt.to(model.device).split(_CHUNK, 1):
-        logits = _step(model, chunk, cache)
-        num_read += chunk.shape[1]
-        if notify is not None:
-            notify(num_read)
-    while True:
-        token = _draw(logits, warp, generator)
-        yield token
-        logits = _step(model, token, cache)
+    return tokens()
 
 
 @torch.no_grad()
@@ -183,13 +169,7 @@ def new_cache(model: PreTrainedModel) -> Cache:
 
 
 class IncrementalDecoder:
-    """The text of tokens that come one by one, each character once it is whole.
-
-        "".join(decode(t) for t in tokens) + finish() = text(prompt + tokens) beyond text(prompt)
-
-    A character may be spread over several tokens, and a token's text may depend on the ones before it; so new tokens
-    are decoded together with the last ones, and shown once they end with a whole character.
-    """
+    """The text of tokens that come one by one, each character once it is whole."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -213,13 +193,12 @@ class IncrementalDecoder:
         return new
 
     def _unshown(self) -> str:
-        """The text of the tokens that are not shown yet."""
+        """The text of the tokens that are not shown yet, which may depend on the ones before them."""
         return self._text(self._tokens)[len(self._text(self._tokens[: self._num_shown])) :]
 
     def _text(self, tokens: list[int]) -> str:
         """Decode tokens without cosmetic changes of spaces, which would reach back into text that is shown."""
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return str(text)
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def load_language_model(name_or_folder: str | os.PathLike[str]) -> LoadedModel:
@@ -245,7 +224,13 @@ def load_language_model(name_or_folder: str | os.PathLike[str]) -> LoadedModel:
     name = str(name_or_folder)
     source = find_source(name)
     if (source / RECORD).is_file():
-        loaded = LoadedModel(name, str(source), from_pretrained(source), _tokenizer(source))
+        # Without files of one, transformers would make a tokenizer that knows no words.
+        if not (source / "tokenizer_config.json").is_file():
+            raise ValueError(
+                f"{source} holds a linearized model and no tokenizer; save it with "
+                "linattn.hf.save_pretrained(model, folder, tokenizer=tokenizer)"
+            )
+        loaded = LoadedModel(name, str(source), from_pretrained(source), read_tokenizer(str(source)))
     else:
         loaded = load(name, with_head=True)
     if not loaded.model.can_generate():
@@ -261,13 +246,3 @@ def end_tokens(model: PreTrainedModel) -> set[int]:
     config = model.generation_config
     ids = None if config is None else config.eos_token_id
     return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
-
-
-def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a linearized folder; without files of one, transformers would make one that knows no words."""
-    if not (folder / "tokenizer_config.json").is_file():
-        raise ValueError(
-            f"{folder} holds a linearized model and no tokenizer; save it with "
-            "linattn.hf.save_pretrained(model, folder, tokenizer=tokenizer)"
-        )
-    return read_tokenizer(str(folder))
