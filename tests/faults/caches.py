@@ -134,14 +134,14 @@ FAULTS = (
     ),
     Fault(
         "let another function read the keys that a bounded layer handed on",
-        "hf/state_cache.py",
+        "hf/_bounded_layers.py",
         "        if function in _SHOWN:",
         "        if True:",
         REFUSALS,
     ),
     Fault(
         "take the same keys in twice",
-        "hf/state_cache.py",
+        "hf/_bounded_layers.py",
         "        if self.handed is not call.key:",
         "        if False:",
         REFUSALS,

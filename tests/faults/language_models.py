@@ -14,7 +14,7 @@ FAULTS = (
     ),
     Fault(
         "read bytes as Latin-1",
-        "hf/language_model_config.py",
+        "hf/byte_tokenizer.py",
         '.decode("utf-8", errors="replace")',
         '.decode("latin-1")',
         "tests/hf/test_byte_tokenizer.py",

@@ -15,9 +15,11 @@ if _missing := [package for package in ("transformers", "pydantic") if find_spec
 from transformers import Cache as Cache
 from transformers import PreTrainedModel as PreTrainedModel
 
+from linattn.hf._bounded_layers import BoundedLayer as BoundedLayer
 from linattn.hf._cache_layers import cache_bytes as cache_bytes
 from linattn.hf.bounded_cache import BoundedCache as BoundedCache
 from linattn.hf.bounded_cache import BoundedLayerReport as BoundedLayerReport
+from linattn.hf.byte_tokenizer import ByteTokenizer as ByteTokenizer
 from linattn.hf.context_parallel import context_parallel as context_parallel
 from linattn.hf.interception import AttentionCall as AttentionCall
 from linattn.hf.interception import Capture as Capture
@@ -25,7 +27,6 @@ from linattn.hf.interception import capture as capture
 from linattn.hf.interception import intercept as intercept
 from linattn.hf.language_model import LinearLMForCausalLM as LinearLMForCausalLM
 from linattn.hf.language_model import RedrawCallback as RedrawCallback
-from linattn.hf.language_model_config import ByteTokenizer as ByteTokenizer
 from linattn.hf.language_model_config import LinearLMConfig as LinearLMConfig
 from linattn.hf.layer_attention import LayerAttention as LayerAttention
 from linattn.hf.linearization import LayerReport as LayerReport
@@ -37,7 +38,6 @@ from linattn.hf.loading import LoadedModel as LoadedModel
 from linattn.hf.loading import load as load
 from linattn.hf.saving import from_pretrained as from_pretrained
 from linattn.hf.saving import save_pretrained as save_pretrained
-from linattn.hf.state_cache import BoundedLayer as BoundedLayer
 from linattn.hf.state_cache import StateCache as StateCache
 from linattn.hf.state_cache import StateLayer as StateLayer
 from linattn.hf.state_cache import StreamCache as StreamCache

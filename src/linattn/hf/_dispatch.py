@@ -16,11 +16,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.generation.configuration_utils import GenerationMode
 
 from linattn.hf._attention_modules import former_of, implementations, mark, parts_of, restore, switch_to, unmark
+from linattn.hf._bounded_layers import HandedKeys
 from linattn.hf._calls import AnyMask, AskedMask, InterfaceCall, ask_mask, by_token, refuse_weights
 from linattn.hf._folders import SaveLinearized
 from linattn.hf.interception import NAME as INTERCEPTED
 from linattn.hf.layer_attention import ATTRIBUTE, Attending, attention_of
-from linattn.hf.state_cache import EncoderDecoderStates, HandedKeys, StateCache, StateLayer
+from linattn.hf.state_cache import EncoderDecoderStates, StateCache, StateLayer
 
 NAME = "linattn"
 UNDO = "linattn_undo"

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linattn.hf._attention_modules import put_before, unwrapped
+from linattn.hf._bounded_layers import BoundedLayer
 from linattn.hf._cache_layers import TextCache
 from linattn.hf._calls import CachedTokens
 from linattn.hf._choosing import CachedLayer, cached_layers
 from linattn.hf._dispatch import NAME
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.linearization import is_linearized
-from linattn.hf.state_cache import BoundedLayer
 from linattn.kv_cache import MergedKV
 from linattn.kv_cache.budget import BITS_BY_DEFAULT, RECALLS, Recall, Sizes, check_budget, kept_bytes, within_budget
 from linattn.kv_cache.config import Bits

@@ -23,8 +23,9 @@ from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
 from linattn.hf._model_records import RECORD
+from linattn.hf.byte_tokenizer import NUM_BYTES
 from linattn.hf.language_model import LinearLMForCausalLM
-from linattn.hf.language_model_config import NUM_BYTES, LinearLMConfig
+from linattn.hf.language_model_config import LinearLMConfig
 from linattn.records.atomic import atomic_folder
 
 MINILM, GEMMA = "all-MiniLM-L6-v2", "gemma-3-270m"

@@ -1,11 +1,7 @@
-"""Layers of caches that hold states, streams or bounded keys in constant memory, and the caches of the first two.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv value width, R features.
-"""
+"""Caches of constant memory for linear attention: a model's states, or the streams of a `LinearLM`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -15,9 +11,7 @@ from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
 from linattn.hf._cache_layers import ForkedCache, Kernel, RecordingLayer, StatefulLayer, TextCache
 from linattn.hf._calls import InterfaceCall
-from linattn.hf.layer_attention import ATTRIBUTE, attention_of, rescale_query
-from linattn.kv_cache import MergedAttended, MergedState, merged_attention_with_state, merged_partial_with_state
-from linattn.kv_cache.config import MergedKV
+from linattn.hf.layer_attention import attention_of
 from linattn.nn import Stream
 
 
@@ -118,89 +112,6 @@ class StateLayer(RecordingLayer[State]):
         """Forget every token, and a call that an error ended."""
         super().reset()
         self._is_expected = False
-
-
-class HandedKeys(Tensor):
-    """New keys on their way from a bounded layer to linattn's attention function, which alone can read them."""
-
-    layer: BoundedLayer  # that they come from, whose state is to take them in
-    key: Tensor  # the keys themselves, (B, Hkv, L, D)
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Shapes and the like as of any tensor; an error for all else, as earlier keys are missing here."""
-        if function in _SHOWN:
-            return super().__torch_function__(function, types, args, kwargs or {})
-        raise RuntimeError(
-            "the keys that a BoundedCache returned were read before linattn's attention function had them: the model "
-            "attends by another implementation, or it changes its keys after its cache has them; call "
-            "model.set_attn_implementation('linattn') and go on from a fork of the cache, or leave the cache out"
-        )
-
-
-# What a model may look at on the way.
-_ATTRIBUTES = ("shape", "dtype", "device", "ndim", "requires_grad")
-_SHOWN = frozenset({Tensor.size, Tensor.dim, *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES)})
-
-
-class BoundedLayer(RecordingLayer[MergedState]):
-    """One layer of a `BoundedCache`: the latest keys and values, and merged ones of all before.
-
-    Attributes:
-        module_name: qualified name of the attention module it serves.
-        config: the window and the merged keys.
-        state: a `linattn.kv_cache.MergedState`; None before the first token.
-        num_tokens: how many tokens it has seen, padding included.
-    """
-
-    def __init__(self, module_name: str, config: MergedKV) -> None:
-        super().__init__(module_name)
-        self.config = config
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Called by the attention module: the new keys, with this layer, and values."""
-        handed = super().update(key_states, value_states)[0].as_subclass(HandedKeys)
-        handed.key, handed.layer = key_states, self
-        return handed, value_states
-
-    def _advance(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        state: MergedState | None,
-        *,
-        scale: float,
-        key_mask: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> MergedAttended:
-        """The output (B, H, L, Dv) over a state's keys and these, at a temperature, and the state after them."""
-        tokens = rescale_query(None, query, scale), key, value, self.config, state
-        if sinks is None:
-            return merged_attention_with_state(*tokens, key_mask=key_mask, enable_gqa=True)
-        rows, after = merged_partial_with_state(*tokens, key_mask=key_mask, enable_gqa=True)
-        return MergedAttended(rows.with_sink(sinks), after)
-
-    def _kernel(self, call: InterfaceCall) -> Kernel:
-        """Merged attention; refuse keys that were handed to another call, and modules that are no causal ones."""
-        if self.handed is not call.key:
-            raise RuntimeError(
-                f"{self.module_name} attends twice to the keys that its cache returned once, which would take them in "
-                "twice; leave the bounded cache out"
-            )
-        if not getattr(call.module, "is_causal", False):
-            raise ValueError(
-                f"{type(call.module).__name__} is not causal and was given the cache of {self.module_name}; give an "
-                "encoder-decoder it for its self-attention: EncoderDecoderCache(BoundedCache(model), DynamicCache())"
-            )
-        if hasattr(call.module, ATTRIBUTE):
-            raise RuntimeError(
-                f"{self.module_name} attends by a feature map since linearize_, and the cache bounds its softmax; "
-                "call restore_ on the model, or leave the cache out"
-            )
-        return self._advance, self.config.window or 0, True
 
 
 class StateCache(TextCache):
