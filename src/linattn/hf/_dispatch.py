@@ -59,7 +59,8 @@ def attend(
             return layer.attend(call), None
         name = attention.module_name
         key_mask, is_causal = call.read_mask(name, key.shape[-2], takes_sinks=attention.takes_sinks)
-        out = attention(query, key, value, scale=call.scale, key_mask=key_mask, is_causal=is_causal, sinks=call.sinks)
+        sinks = {} if call.sinks is None else {"sinks": call.sinks}
+        out = attention(query, key, value, scale=call.scale, key_mask=key_mask, is_causal=is_causal, **sinks)
         return by_token(out), None
 
 
