@@ -88,6 +88,18 @@ def test_rows_may_lie_apart_and_be_none() -> None:
     assert Codes.of(x[:, :, :0], bits, num_bytes, in_compiled_code=True).code.shape == (BATCH, HEADS, 0, num_bytes)
 
 
+def test_defaults_of_torch_change_nothing() -> None:
+    layout = Layout.of(64)
+    x, (bits, num_bytes) = drawn(Content(), layout, 0), shared_out(layout, 4, 0)
+    dtype = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            check(x, bits, num_bytes)
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 @pytest.mark.parametrize("damage", [(9, 0), (4, 3)], ids=["more than there are", "a sum that is not the codes'"])
 def test_bits_that_do_not_fit_codes_are_refused(damage: tuple[int, int]) -> None:
     """A frame may come from a file: nothing is written beyond a row."""

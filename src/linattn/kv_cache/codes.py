@@ -152,7 +152,7 @@ def _in_compiled_code(x: Tensor, bits: Tensor, num_bytes: int) -> tuple[Tensor, 
     from linattn_compiled import write_codes
 
     (batch, heads, rows, size), block = x.shape, x.shape[-1] // max(bits.shape[-1], 1)
-    x, bits, factors = x.contiguous(), bits.contiguous(), torch.tensor(_FACTORS)
+    x, bits, factors = x.contiguous(), bits.contiguous(), x.new_tensor(_FACTORS)
     code, scale = bits.new_empty(batch, heads, rows, num_bytes), x.new_empty(batch, heads, rows, dtype=torch.float16)
     write_codes(
         *(each.data_ptr() for each in (x, bits, code, scale, *COMPILED, factors)),
