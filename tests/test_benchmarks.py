@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from linattn.kv_cache.budget import Sizes, kept_bytes
+
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 CLAIMS = sorted(path for path in FOLDER.glob("*.py") if path.stem not in {"run", "measuring", "ranks", "result_file"})
 # `require` ends the process where a result is wrong; the others of measuring.py end in it.
@@ -155,3 +157,26 @@ def test_a_name_that_is_no_benchmark(runner, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["run.py", "nothing"])
     with pytest.raises(SystemExit, match="no benchmark is called nothing"):
         runner.main()
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """Imports a benchmark by name."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module
+    for path in FOLDER.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+def test_merged_keys_that_are_timed_beside_sdpa_run_in_compiled_code(benchmark):
+    pytest.importorskip("linattn_compiled")
+    assert benchmark("merged_keys_beat_sdpa").verify() <= 1e-5
+
+
+def test_merged_keys_that_are_measured_beside_a_window_fit_its_bytes(benchmark):
+    """Heads of Gemma 3 270M."""
+    found = benchmark("merged_keys_beat_a_window")
+    sizes = Sizes(256, 256, 4, 4)
+    for budget, config, _ in found.CASES:
+        held = kept_bytes(config, sizes, found.NUM_TOKENS)
+        assert budget - 1 <= held / sizes.key_bytes <= budget, config
