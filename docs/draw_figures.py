@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from linattn_lab.kv_audit.names import BOUNDED, UNIFORM
-from linattn_lab.report.memory.summary import MemoryLine, MemorySummary
+from linattn_lab.report.memory.summary import MemoryLine, MemorySummary, is_few_bits
 from memory_tables import MEMORY, audits_of
 from picture_labels import CURVE, DARK, LIGHT, Point, level_baseline, mark, upright_baseline
 from site_tables import BYTES, cache_bytes
@@ -106,16 +106,18 @@ def kl_words() -> str:
     return (
         f"*KL divergence from the full cache against bytes of the KV cache: {header.model} in {header.dtype}, "
         f"{length:,} tokens of each of {', '.join(header.texts)}, mean over passages. Sinks + window in few bits: the "
-        "best bits at each budget. A hollow mark holds every token one by one; the others have merged or evicted some.*"
+        "bits with the least KL at each budget. Hollow marks: every token is kept one by one, none merged or evicted.*"
     )
 
 
 def _curves(memory: MemorySummary, length: int) -> dict[str, list[MemoryLine]]:
-    """Lines of each method by its name, fewest bytes first; windows in few bits with the best bits of each budget."""
+    """Lines of each method by its name, fewest bytes first; windows in few bits by the least KL of each budget."""
     curves: dict[str, list[MemoryLine]] = {}
     for num_tokens, budget in memory.settings:
+        lines: dict[str, MemoryLine] = {}
         for line in memory.at(num_tokens, budget) if num_tokens == length else ():
-            name = _QUANTIZED if line.method.startswith("sinks + window in ") else line.method
+            lines.setdefault(_QUANTIZED if is_few_bits(line) else line.method, line)
+        for name, line in lines.items():
             curves.setdefault(name, []).append(line)
     return {name: sorted(lines, key=lambda line: line.num_bytes) for name, lines in curves.items()}
 

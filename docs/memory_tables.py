@@ -26,6 +26,8 @@ MEMORY = Path(__file__).parent / "memory.json"
 _ROOM, _WIDTH = 512, 128
 # As they are called in Python.
 _NAMES = {BOUNDED: f"**{BOUNDED}**"} | {f"{BOUNDED}, {name}": f'{BOUNDED}, `recall="{name}"`' for name in RECALLS[1:]}
+# A setting without tiers: on the page of all methods.
+_NOT_IN_README = "merged keys"
 _KIND, _VERSION = "figures of bounded KV caches", 1
 _REMEDY = "take it again with docs/write_tables.py --take-memory"
 
@@ -43,22 +45,25 @@ def audits_of(file: Path) -> list[MemorySummary]:
 
 
 def readme_table() -> str:
-    """Each method at the longest text and the largest budget of the first audit, with what it costs in a column."""
+    """Methods at the longest text and the largest budget of the first audit, with what they cost in a column."""
     audit = audits_of(MEMORY)[0]
     header, (length, budget) = audit.header, max(audit.settings)
     baselines = audit.without_budget(length)
     full = next(line for line in baselines if line.method == FULL)
     threads = f"{header.num_threads} thread{'' if header.num_threads == 1 else 's'} of one {header.processor}"
-    passages = "a passage" if header.num_passages == 1 else f"{header.num_passages} passages"
+    passages = "one passage" if header.num_passages == 1 else f"{header.num_passages} passages"
     words = (
         f"{header.model} in {header.dtype}, {passages} of {length:,} tokens of each of {', '.join(header.texts)}, "
-        f"budget {budget:,} tokens a layer, {threads}. "
-        "Unmerged: share of the tokens that fit before any are merged or evicted. "
-        f"KL: nats from the full cache. Needles: accuracy on facts stated once at {', '.join(full.facts)} of the text. "
-        f"Bytes of the {len(header.layers)} layers of {len(header.layers) + header.num_exact} that are bounded."
+        f"budget {budget:,} tokens per layer and key/value head, {threads}. "
+        f"KV cache: bytes of the {len(header.layers)} layers that are bounded, without the {header.num_exact} others. "
+        "Fit unmerged: share of the tokens that are read before any is merged or evicted. "
+        "KL: mean KL divergence from the full cache's predictions, in nats. "
+        f"Needles: share of the answers' tokens predicted, of numbers told once at {', '.join(full.facts)} of the text. "
+        "Windows in few bits: those of the least KL or the most needles."
     )
-    head = ("method", "KV cache, MB", "unmerged", "KL", "needles", "prefill time ÷ full", "tokens/s ÷ full")
-    rows = [_row(line, full) for line in (*baselines, *audit.at(length, budget))]
+    head = ("method", "KV cache, MB", "fit unmerged", "KL", "needles", "prefill time ÷ full", "tokens/s ÷ full")
+    lines = (line for line in (*baselines, *audit.at(length, budget)) if line.method != _NOT_IN_README)
+    rows = [_row(line, full) for line in lines]
     return f"{words}\n\n{table(head, rows)}"
 
 

@@ -67,7 +67,8 @@ def audited(tmp_path):
         memory_passage(0, UNIFORM, 1.5, budget=0),
         memory_passage(0, BOUNDED, 0.00042),
         memory_passage(0, "sinks + window", 0.4),
-        replace(memory_passage(0, "merged keys", 0.1), label="merged 900", unmerged=1.0),
+        memory_passage(0, "merged keys", 0.05),
+        replace(memory_passage(0, "bounded cache, far", 0.1), unmerged=1.0),
         memory_facts(FULL, [1.0, 0.8], 0),
         memory_facts(BOUNDED, [0.9, 0.1]),
     ]
@@ -84,7 +85,7 @@ def test_the_readme_shows_quality_and_speed_of_a_method_in_one_row(writer, audit
     monkeypatch.setattr(memory_tables, "MEMORY", file)
     words, _, head, _, *rows = memory_tables.readme_table().splitlines()
     assert "2 passages of 600 tokens of each of prose" in words
-    assert "budget 64 tokens a layer" in words
+    assert "budget 64 tokens per layer" in words
     assert "at 90%, 10% of the text" in words
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in (head, *rows)]
     assert [row[0] for row in cells] == [
@@ -92,11 +93,11 @@ def test_the_readme_shows_quality_and_speed_of_a_method_in_one_row(writer, audit
         FULL,
         UNIFORM,
         f"**{BOUNDED}**",
-        "merged keys; nothing merged or evicted",
+        'bounded cache, `recall="far"`; nothing merged or evicted',
         "sinks + window",
     ]
     columns = dict(zip(cells[0], cells[3], strict=True))
-    assert (columns["KL"], columns["unmerged"], columns["needles"]) == ("0.00042", "50%", "90%, 10%")
+    assert (columns["KL"], columns["fit unmerged"], columns["needles"]) == ("0.00042", "50%", "90%, 10%")
     assert (cells[1][-2:], cells[2][4]) == (["1.00", "1.00"], "–")
 
 

@@ -67,6 +67,15 @@ def test_windows_in_few_bits_stand_with_their_best(summary):
     assert [one.method for one in summary.at(600, 64)] == [BOUNDED, "sinks + window in 3.5 bits", "sinks + window"]
 
 
+def test_a_window_in_fewer_bits_stands_beside_it_where_it_retrieves_more(tmp_path):
+    names = [f"sinks + window in {bits} bits" for bits in (4, 3, 5, 2)]
+    shares = [[0.9, 0.1], [1.0, 0.9], [0.9, 0.1], [0.9, 0.8]]
+    rows = [*ROWS[:2], *(memory_passage(0, name, 0.1 * (1 + n)) for n, name in enumerate(names))]
+    rows += [memory_facts(name, hits) for name, hits in zip(names, shares, strict=True)]
+    MEMORY.write(tmp_path / "memory.jsonl", MEMORY_HEADER, rows)
+    assert [one.method for one in summarise_memory(tmp_path / "memory.jsonl").at(600, 64)] == names[:2]
+
+
 def test_the_verdict_stands_between_the_full_cache_the_best_window_and_uniform_attention(summary):
     text = lost(summary).text
     assert text.startswith(

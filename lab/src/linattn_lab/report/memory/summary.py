@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import median
 
 from linattn_lab.kv_audit.intervals import Ratio, paired_ratio
-from linattn_lab.kv_audit.names import BOUNDED, FACTS, FULL, NO_BUDGET, UNIFORM
+from linattn_lab.kv_audit.names import BOUNDED, FACTS, FULL, NO_BUDGET, UNIFORM, WINDOW
 from linattn_lab.kv_audit.records import MEMORY, MemoryHeader, MemoryRow, PassageRow, TaskRow
 from linattn_lab.report.memory.continuation import Continuation, continuations
 
 _BASELINES = (FULL, UNIFORM)
-_WITH_BITS = re.compile(r"(sinks \+ window) in ([\d.]+) bits")
+_WITH_BITS = re.compile(rf"{re.escape(WINDOW)} in [\d.]+ bits")
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class MemorySummary:
         return min(self.settings, key=lambda setting: (-setting[0], setting[1]), default=(0, 0))
 
     def at(self, num_tokens: int, budget: int) -> list[MemoryLine]:
-        """The methods at a length and budget, the least KL first, windows in few bits with the best bits alone."""
+        """The methods at a length and budget, the least KL first, windows in few bits with the best bits."""
         lines = [line for line in self.lines if (line.num_tokens, line.budget) == (num_tokens, budget)]
         lines = [line for line in lines if line.method not in _BASELINES]
         return best_bits(sorted(lines, key=lambda line: line.kl))
@@ -152,12 +152,18 @@ def summarise_memory(path: Path) -> MemorySummary:
 
 
 def best_bits(lines: Sequence[MemoryLine]) -> list[MemoryLine]:
-    """Lines in their order, of windows in different bits only the first."""
-    first: dict[str, MemoryLine] = {}
+    """Lines, the least KL first; of windows in different bits those that no earlier one equals in needles."""
+    kept: list[MemoryLine] = []
     for line in lines:
-        match = _WITH_BITS.fullmatch(line.method)
-        first.setdefault(line.method if match is None else match[1] + " in few bits", line)
-    return list(first.values())
+        earlier = [other for other in kept if is_few_bits(other) and is_few_bits(line)]
+        if not any(all(x.facts.get(depth, 0) >= share for depth, share in line.facts.items()) for x in earlier):
+            kept.append(line)
+    return kept
+
+
+def is_few_bits(line: MemoryLine) -> bool:
+    """True for a window in few bits."""
+    return _WITH_BITS.fullmatch(line.method) is not None
 
 
 def _line(place: tuple[int, int, str], rows: Sequence[MemoryRow]) -> MemoryLine:
