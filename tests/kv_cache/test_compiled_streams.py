@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -307,3 +308,35 @@ def test_without_the_wheel_plain_torch_runs(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(streamed(tokens, config, "auto")[0], streamed(tokens, config, "torch")[0])
     with pytest.raises(ValueError, match="linattn-compiled is not installed"):
         streamed(tokens, config)
+
+
+def test_a_window_for_texts_of_any_length_takes_the_memory_of_this_one() -> None:
+    tokens = [torch.randn(1, 2, 40, 8) for _ in range(3)]
+    wanted = linattn.softmax_attention(*tokens, is_causal=True)
+    for window, num_merged in ((2**30, 16), (4, 2**30)):
+        config = MergedKV(window, num_merged, bits=None, num_sinks=0)
+        found = linattn.merged_attention(*tokens, config, is_causal=True, backend="compiled")
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_torch_s_default_device_and_dtype_change_nothing(device: str) -> None:
+    """Streams in few bits and in none, and merged keys with every key in view."""
+    tokens = [torch.randn(1, 2, 100, 8) for _ in range(3)]
+    calls = [
+        partial(linattn.merged_attention, *tokens, config, is_causal=is_causal, backend="compiled")
+        for config, is_causal in (
+            (MergedKV(4, 6, bits=None, num_sinks=0), True),
+            (MergedKV(4, 6, bits=None, num_sinks=0), False),
+            (MergedKV(4, 20, bits=4, coded=((10, 6),)), True),
+        )
+    ]
+    wanted = [call() for call in calls]
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device(device):
+            found = [call() for call in calls]
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))

@@ -77,3 +77,25 @@ def test_devices_where_a_look_would_wait_compute_the_same(
     for seen, unseen in zip(*results, strict=True):
         # Exponents of up to |x|²/2 < 2^14, rounded to 2^-53 of that.
         torch.testing.assert_close(seen, unseen, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("backend", ["blocked", "reference", "auto"])
+@pytest.mark.parametrize("name", ["FavorPlus", "Relu", "Expansion", "Centred"])
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_nan_in_a_row_changes_no_other_row(name: str, backend: str, length: int) -> None:
+    """In a prompt, and in a token whose key moves the exponents of the rows beside it."""
+    feature_map, (query, key, value) = build(name), qkv(heads=2, num_queries=9, num_keys=9, dtype=torch.float32)
+    if name in ("Expansion", "Centred"):
+        feature_map = feature_map.fit(query, key)
+    key[:, :, 4:] *= 9
+
+    def stream() -> list[torch.Tensor]:
+        state, outs = None, []
+        for query_, key_, value_ in zip(*(x.split(length, 2) for x in (query, key, value)), strict=True):
+            step = linattn.linear_attention_with_state(query_, key_, value_, feature_map, state, backend=backend)
+            outs, state = [*outs, step.out[0]], step.state
+        return [*outs, state.S[0], state.z[0]]
+
+    clean = stream()
+    key[1, :, ::4] = torch.nan
+    assert all(torch.equal(x, y) for x, y in zip(stream(), clean, strict=True))

@@ -166,3 +166,14 @@ def test_rows_and_devices_carry_it_along() -> None:
     for row in (0, 1):
         log = state.select(torch.tensor([row])).to("cpu").detach().read(feature_map, query).log_normalizer
         assert bool((log.sign() == (1 if row == 0 else -1)).all())
+
+
+@pytest.mark.parametrize("factor", [1e6, 1e8, 1e30])
+@pytest.mark.parametrize("name", ["exponential", "linear", "grouped"])
+def test_no_keys_weigh_nothing_whatever_their_factor(name: str, factor: float) -> None:
+    """A state of none stays the unit of merging."""
+    held, (feature_map, _), query = stream(name), STREAMS[name], tokens(3, 2)[0]
+    wanted = held.read(feature_map, query)
+    for empty in (held.decay(-math.inf).decay(factor), held.decay(factor).decay(-math.inf)):
+        for merged in (empty.merge(held), held.merge(empty)):
+            torch.testing.assert_close(merged.read(feature_map, query).out, wanted.out, **ROUNDING)

@@ -86,3 +86,14 @@ def test_states_are_kept_in_float32() -> None:
         q, k, v = qkv(dtype=dtype)
         out, state = linattn.linear_attention_with_state(q, k, v, build("FavorPlus"), enable_gqa=True)
         assert (out.dtype, state.S.dtype, state.z.dtype, state.m.dtype) == (dtype, kept, kept, kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_rounds_no_bias_of_exact_attention(dtype: torch.dtype) -> None:
+    """16 bits have steps of 4 at 1,000, and float16 has no 1e5."""
+    query, key, value = qkv(heads=2, dtype=torch.float32)
+    bias = tokens(2, 1, 37, 1)[..., 0].float() + 1e5
+    wanted = linattn.softmax_attention(query, key, value, key_bias=bias, enable_gqa=True)
+    with torch.autocast("cpu", dtype):
+        found = linattn.softmax_attention(query, key, value, key_bias=bias, enable_gqa=True)
+    assert torch.equal(found, wanted)

@@ -129,6 +129,9 @@ TABLE: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "1-D integer tensor, got torch.bool",
     ),
+    "select-list": (lambda: state_of().select([0]), TypeError, "1-D integer tensor, got list"),
+    "merge-kind": (lambda: state_of().merge(None), TypeError, "takes another State, got NoneType"),
+    "read-dtype": (lambda: state_of().read(MAP, Q.long()), TypeError, r"a floating tensor, got torch\.int64"),
     "read-shape": (lambda: state_of().read(MAP, Q[:1]), ValueError, r"query must be \(B=2, a multiple of 2 heads"),
     "combine-nothing": (lambda: linattn.combine(), ValueError, "at least one Partial"),
     "combine-shapes": (
@@ -141,6 +144,7 @@ TABLE: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "1-D integer tensor, got torch.float32",
     ),
+    "rows-list": (lambda: linattn.attention_rows(Q, K, MAP, [0]), TypeError, "1-D integer tensor, got list"),
     "rows-range": (lambda: linattn.attention_rows(Q, K, MAP, torch.tensor([40])), ValueError, r"\[-37, 37\), got 40"),
     "softmax-heads": (lambda: linattn.softmax_attention(Q.repeat(1, 2, 1, 1), K, V), ValueError, "enable_gqa=True"),
 }
@@ -157,3 +161,10 @@ def test_every_option_is_a_keyword() -> None:
     for call in (linattn.linear_attention, linattn.linear_partial, linattn.softmax_attention):
         with pytest.raises(TypeError, match="positional"):
             call(Q, K, V, build("FavorPlus"), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
+def test_rows_are_asked_for_by_integers_of_any_width(dtype: torch.dtype) -> None:
+    """Of uint8 too, which torch's own indices read as a mask."""
+    wanted = linattn.attention_rows(Q, K, MAP, torch.arange(37))
+    assert torch.equal(linattn.attention_rows(Q, K, MAP, torch.arange(37, dtype=dtype)), wanted)

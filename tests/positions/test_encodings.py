@@ -12,6 +12,7 @@ from torch import Tensor
 import linattn
 from grid import CAUSAL_MAPS, MAPS, build, qkv, tokens
 from linattn.feature_maps import FavorPlus, FeatureMap, features
+from linattn.nn import LinearAttention, SoftmaxAttention
 from linattn.positions import (
     LearnedCodes,
     Position,
@@ -283,7 +284,12 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a late learned position": (
         lambda: LearnedCodes(8, 2, max_length=4)(*[tokens(1, 1, 5, 8)] * 2, torch.arange(5)),
         ValueError,
-        "LearnedCodes was built for positions from 0 to 3, got 0 to 4",
+        "LearnedCodes was built for whole positions from 0 to 3, got 0 to 4",
+    ),
+    "a learned position between two": (
+        lambda: LearnedCodes(8, 2, max_length=4)(*[tokens(1, 1, 2, 8)] * 2, torch.tensor([0.0, 1.5])),
+        ValueError,
+        "whole positions from 0 to 3, got 0.0 to 1.5",
     ),
 }
 
@@ -299,3 +305,25 @@ def test_refused_with_words(name: str) -> None:
     refused, kind, message = REFUSALS[name]
     with pytest.raises(kind, match=message):
         refused()
+
+
+# Two heads of the queries that an encoding takes.
+WIDTHS = {"SinusoidalCodes": 8, "LearnedCodes": 10}
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_a_layer_made_on_the_meta_device_takes_its_weights_later(name: str) -> None:
+    def layer() -> SoftmaxAttention:
+        return SoftmaxAttention(WIDTHS.get(name, 16), 2, positions=ENCODINGS[name](), is_causal=True)
+
+    given, x = layer(), torch.randn(1, 4, WIDTHS.get(name, 16))
+    with torch.device("meta"):
+        empty = layer()
+    empty.to_empty(device="cpu").load_state_dict(given.state_dict())
+    assert torch.equal(empty(x), given(x))
+
+
+def test_a_map_is_bound_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        layer = LinearAttention(16, 2, build("FavorPlus"), positions=Rotary(8))
+    assert layer.positions.head_dim == 8

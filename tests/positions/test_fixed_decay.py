@@ -58,3 +58,12 @@ def test_it_is_a_gate_of_its_heads() -> None:
     assert isinstance(decay, Gate)
     assert decay.num_heads == 2
     assert decay(torch.zeros(3, 4, 1)).log_forget.shape == (1, 2, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rates_stay_as_they_are_where_a_model_is_cast(dtype: torch.dtype) -> None:
+    """In float16 the slowest would be 0."""
+    decay = FixedDecay.retnet(28)
+    rates = decay.rates.clone()
+    cast = torch.nn.Sequential(decay).to(dtype)
+    assert torch.equal(cast[0].rates, rates)

@@ -358,6 +358,11 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         r"key_mask must be \(B, L\) for gates",
     ),
+    "a mask of one row": (
+        lambda: refused(key_mask=torch.ones(5, dtype=torch.bool)),
+        ValueError,
+        r"key_mask must be \(B, L\) for gates",
+    ),
     "a mask of integers": (lambda: refused(key_mask=torch.ones(2, 5)), TypeError, "key_mask must be a bool tensor"),
 }
 

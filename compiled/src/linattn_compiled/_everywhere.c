@@ -244,7 +244,7 @@ BY_PROCESSOR static void head_rows(const Everywhere *a, Head *h, More *more, int
 static uintptr_t run(const Everywhere *a, uintptr_t left, int64_t last_head) {
     const int64_t P = a->head_dim + a->value_dim, C = whole(a->num_merged), seeds = whole(a->num_seeds);
     Head h = {.head_dim = a->head_dim, .value_dim = a->value_dim, .scale = a->scale, .most = whole(a->length),
-              .points = seeds, .clusters = C, .room = C + whole(3 * a->window)};
+              .points = seeds, .clusters = C, .room = C + whole(least(3 * a->window, a->length))};
     More more;
     left = lay_out(&h, a->num_sampled + 1, left);
     more.seed = take(&left, seeds * P);

@@ -134,9 +134,12 @@ BY_PROCESSOR static int head_stream(const Stream *a, Head *h, Memory *memory, in
 
 /* All heads of a call, in memory that is laid out from `left` on; or, without heads, where that ends. */
 static uintptr_t run(const Stream *a, uintptr_t left, int64_t last_head, int *as_expected) {
-    const int64_t P = a->head_dim + a->value_dim, most = whole(a->num_merged + a->block);
+    const int64_t P = a->head_dim + a->value_dim;
+    /* No more than there are: a config may have room for texts of any length. */
+    const int64_t most = whole(least(a->num_merged + a->block, a->num_before + a->length));
+    const int64_t near = whole(least(a->window + a->block, a->length));
     Head h = {.head_dim = a->head_dim, .value_dim = a->value_dim, .scale = a->scale, .most = most, .points = most,
-              .clusters = most, .room = most + whole(a->window + a->block)};
+              .clusters = most, .room = most + near};
     Memory memory;
     left = lay_out(&h, a->sample_size + a->num_places + 1, left);
     memory.key = take(&left, most * P);

@@ -62,7 +62,8 @@ def attention_rows(
         low, high = int(query_index.min()), int(query_index.max())
         if not -length <= low <= high < length:
             raise ValueError(f"query_index must lie in [{-length}, {length}), got {low} to {high}")
-    rows = query_index % max(length, 1)
+    # uint8 would be read as a mask.
+    rows = query_index.long() % max(length, 1)
     heads, dtype = (key.shape[1], query.shape[1] // max(key.shape[1], 1)), accumulation_dtype(query.dtype)
     bound = bind(feature_map, query, key, live_keys(key_mask, key_bias), is_causal=is_causal)
     zero = query.new_zeros(1, 1, key.shape[2], dtype=dtype)

@@ -12,10 +12,10 @@ from torch import Tensor
 from linattn.attention._check import check_continues, check_map, check_tensors, checked_for
 from linattn.attention.backends import Call, choose
 from linattn.attention.backends.backend import as_partial
-from linattn.attention.sums import Sums, no_sums, relative_to, split_factor
+from linattn.attention.sums import Sums, apart_of, no_sums, relative_to, split_factor
 from linattn.attention.window import WindowKeys, decayed
 from linattn.feature_maps import FeatureMap
-from linattn.softmax.checking import check_dense, check_indices
+from linattn.softmax.checking import DTYPES, check_dense, check_dtype, check_indices
 from linattn.softmax.partial import Partial, combine
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 from linattn.softmax.row_groups import RowGroups
@@ -172,6 +172,8 @@ class State(Restored):
             ValueError: the states were built with different maps or draws, differ in shape, or have windows: two
                 streams have no common window; `flush` them first.
         """
+        if not isinstance(other, State):
+            raise TypeError(f"merge takes another State, got {type(other).__name__}; build one with State.empty(…)")
         if self.window is not None or other.window is not None:
             raise ValueError(
                 "states of streams with a window do not merge, since a window is the end of one stream; merge "
@@ -190,8 +192,8 @@ class State(Restored):
                 )
         apart = None
         if self.apart is not None or other.apart is not None:
-            zero = self.m.new_zeros(self.m.shape[:2], dtype=torch.float64)
-            apart = torch.maximum(*(zero if x.apart is None else x.apart for x in (self, other)))
+            apart = torch.maximum(apart_of(self), apart_of(other))
+            apart = torch.where(apart == -torch.inf, 0, apart)
         first, second = (x.without(apart)._relative_sums for x in (self, other))
         return State(*first.merge(second), self.built_with, apart=apart)
 
@@ -322,8 +324,7 @@ class State(Restored):
         """Refuse another map, and what is no tensor."""
         check_map(feature_map)
         self.check_built_with(feature_map)
-        if not isinstance(x, Tensor):
-            raise TypeError(f"expected a tensor, got {type(x).__name__}")
+        check_dtype("tokens", x, DTYPES, "a floating tensor", "convert them with .float()")
         check_dense(tokens=x)
 
 

@@ -107,6 +107,12 @@ def relative_to(state: State, bias: Tensor | None, length: int) -> tuple[State, 
     return near, (biases - apart.unsqueeze(-1)).to(near.m.dtype), apart
 
 
+def apart_of(state: State) -> Tensor:
+    """The factor apart on a state's keys, (B, H), float64; -inf where it holds nothing."""
+    apart = state.m.new_zeros((), dtype=torch.float64) if state.apart is None else state.apart
+    return torch.where(_peak(state) == -torch.inf, -torch.inf, apart)
+
+
 def _peak(state: State) -> Tensor:
     """The largest exponent of what a state holds, (B, H); -inf where it holds nothing."""
     m = state.m.detach()

@@ -109,7 +109,7 @@ class Sderf(ExponentialEstimator, FittedMap):
         self._check_width(k)
         # 1 - 8a = 2(1 - 4a) - 1: ρ and the constant from one matrix function each.
         decay = spectral(self.tilt, lambda a: 1 / (1 - 8 * a))
-        constant = torch.linalg.slogdet(torch.eye(self.head_dim).to(decay) + decay)[1]
+        constant = torch.linalg.slogdet(torch.eye(self.head_dim, dtype=decay.dtype, device=decay.device) + decay)[1]
         constant = constant - torch.linalg.slogdet(4 * decay)[1] / 2
         x, y = q.double(), k.double()
         squares = [((side @ decay) * side).sum(-1) for side in (x, y)]

@@ -45,8 +45,8 @@ def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, co
     if config is not None and config.num_sinks and not has_codes:
         sinks = f"it keeps no attention sinks beside exact keys, and {config.num_sinks} are to be kept"
         reasons.append(f"{sinks}; give bits or num_sinks=0")
-    if not reasons and query.numel() == 0:
-        reasons.append("it takes calls with queries, and this has none")
+    if not reasons and 0 in (query.numel(), tokens.value.shape[-1]):
+        reasons.append("it takes calls with queries and with values of a width, and this has none")
     if backend == "compiled" and reasons:
         raise ValueError(f'backend="compiled" cannot run this call: {"; ".join(reasons)}; choose another, or "auto"')
     return not reasons
@@ -75,7 +75,7 @@ def stream_in_compiled_code(stream: Stream, scale: float, *, with_log: bool) -> 
     rows = _room(query, tokens[1].shape[3], with_log=with_log)
     merged = Tokens(*(x.new_empty(batch, heads, count, *x.shape[3:]) for x in tokens))
     sample = QuerySample(*(x.new_empty(batch, heads, sampled, *x.shape[3:]) for x in held.sample))
-    places = torch.tensor(sampled_places(config.blocks.size, groups))
+    places = torch.tensor(sampled_places(config.blocks.size, groups), device="cpu")
     addresses = _addresses(query, *tokens, *before, places, *rows, *merged, *sample)
     sizes = (
         *(groups, head_dim, tokens[1].shape[3], stream.num_tokens, num_queries, stream.num_kept),

@@ -12,8 +12,9 @@ from torch import Tensor
 from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.keys import MergedKeys
 from linattn.kv_cache.state_checks import check_continues, check_tensors, checked_sizes
-from linattn.softmax.checking import check_dense, check_indices
+from linattn.softmax.checking import DTYPES, check_dense, check_dtype, check_indices
 from linattn.softmax.partial import Partial
+from linattn.softmax.precision import outside_autocast
 from linattn.softmax.row_groups import RowGroups
 from linattn.softmax.tokens import Restored, Tokens, register
 from linattn.softmax.weighted import attend_to_all
@@ -61,7 +62,8 @@ class MergedState(Restored):
 
     def tokens(self) -> Tokens:
         """All of them, dequantized: keys, values and biases (B, H, n, ·), -inf for free places."""
-        return self.keys.tokens()
+        with outside_autocast(self.groups[0].recent.key.device):
+            return self.keys.tokens()
 
     def read(self, query: Tensor) -> Partial:
         """Attention of queries over all tokens in the state; O(Lq·n·(D + Dv)).
@@ -78,6 +80,7 @@ class MergedState(Restored):
         if not isinstance(query, Tensor):
             raise TypeError(f"query must be a tensor, got {type(query).__name__}")
         check_dense(query=query)
+        check_dtype("query", query, DTYPES, "a floating tensor", "convert it with .float()")
         self._check_whole()
         sizes = checked_sizes(self.keys)
         fits = query.ndim == 4 and query.shape[0] == sizes.batch and query.shape[-1] == sizes.head_dim
@@ -87,7 +90,8 @@ class MergedState(Restored):
                 f"{sizes.device}, got {tuple(query.shape)} on {query.device}"
             )
         grouped = query.unflatten(1, (sizes.heads, -1))
-        return attend_to_all(grouped, self.tokens(), sizes.head_dim**-0.5).ungrouped()
+        with outside_autocast(query.device):
+            return attend_to_all(grouped, self.tokens(), sizes.head_dim**-0.5).ungrouped()
 
     def select(self, indices: Tensor) -> MergedState:
         """The rows `indices` (1-D integer tensor) of the batch, in that order: beams, forks, compaction."""

@@ -218,9 +218,9 @@ def _keeps_rotations(feature_map: FeatureMap) -> bool:
     tensors = [*feature_map.buffers(), *feature_map.parameters()]
     heads = max((x.shape[-3] for x in tensors if x.ndim > 2), default=1)  # Of maps with tensors of each head.
     shape, device = (2, heads, 5, feature_map.head_dim), tensors[0].device if tensors else torch.device("cpu")
-    q, k = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
-    turn = torch.randn(feature_map.head_dim, feature_map.head_dim, generator=generator, dtype=torch.float64)
-    turn = torch.linalg.qr(turn)[0].to(device)
+    drawn = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
+    q, k = torch.randn(shape, **drawn).to(device)
+    turn = torch.linalg.qr(torch.randn(feature_map.head_dim, feature_map.head_dim, **drawn))[0].to(device)
     with torch.no_grad():
         kernel, turned = feature_map.kernel(q, k), feature_map.kernel(q @ turn, k @ turn)
     return bool((turned - kernel).norm() <= _ROUNDING * kernel.norm())
@@ -230,7 +230,7 @@ def _rates(head_dim: int, base: float) -> Tensor:
     """Radians per token of each plane, (D/2,), float64."""
     if check_count("head_dim", head_dim, at_least=2) % 2:
         raise ValueError(f"rotary positions turn pairs of coordinates, got an odd head_dim={head_dim}")
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     return check_number("base", base, positive=True) ** -exponents
 
 
@@ -337,8 +337,9 @@ class LearnedCodes(ConcatenatedCodes):
         super().__init__(head_dim, code_dim)
         self.max_length = check_count("max_length", max_length)
         generator = torch.Generator().manual_seed(seed)
-        start = torch.randn(max_length, code_dim, generator=generator)
-        self.codes = nn.Parameter(start * check_number("amplitude", amplitude))
+        start = torch.randn(max_length, code_dim, generator=generator, device="cpu")
+        # On torch's default device, as all parameters of modules.
+        self.codes = nn.Parameter(torch.empty(max_length, code_dim).copy_(start * check_number("amplitude", amplitude)))
 
     def code(self, at: Tensor) -> Tensor:
         """Rows of the table: (…,) -> (…, P)."""
@@ -348,11 +349,11 @@ class LearnedCodes(ConcatenatedCodes):
         """Refuse positions beyond the table; a traced call cannot look at them."""
         if is_traced(at) or not at.numel():
             return
-        low, high = int(at.min()), int(at.max())
-        if low < 0 or high >= self.max_length:
+        low, high = at.min().item(), at.max().item()
+        if low < 0 or high >= self.max_length or not bool((at == at.long()).all()):
             raise ValueError(
-                f"LearnedCodes was built for positions from 0 to {self.max_length - 1}, got {low} to {high}; build it "
-                "with a larger max_length"
+                f"LearnedCodes was built for whole positions from 0 to {self.max_length - 1}, got {low} to {high}; "
+                "build it with a larger max_length, or round the positions"
             )
 
     def extra_repr(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple, Self, final, get_args
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from linattn.attention import Attended, State, linear_attention_with_state
 from linattn.feature_maps import FeatureMap
 from linattn.feature_maps._arguments import check_count, check_number
+from linattn.feature_maps._base import own_buffers, uncast_
 from linattn.softmax.checking import DTYPES, check_bool, check_dense, check_dtype
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 from linattn.softmax.tracing import is_traced
@@ -222,7 +223,7 @@ def _checked(gates: Gates, key_mask: Tensor | None) -> Gates:
     if key_mask is not None:
         check_bool(key_mask)
         batch, _, length = gates.log_forget.shape
-        if key_mask.shape[-1] != length or batch not in (1, key_mask.shape[0]):
+        if key_mask.ndim != 2 or key_mask.shape[1] != length or batch not in (1, key_mask.shape[0]):
             raise ValueError(
                 f"key_mask must be (B, L) for gates (B or 1, Hkv, L), got {tuple(key_mask.shape)} and "
                 f"{tuple(gates.log_forget.shape)}"
@@ -348,6 +349,13 @@ class FixedDecay(Gate):
     def retnet(cls, num_heads: int) -> Self:
         """RetNet's decays: γ = 1 - 2^(-5-h) for h = 0…H-1."""
         return cls([-math.log1p(-(2.0 ** (-5 - h))) for h in range(check_count("num_heads", num_heads))])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move with the model, but stay float64 when the model is cast: rounded decays would add up."""
+        masters = own_buffers(self)
+        super()._apply(fn, recurse)
+        uncast_(self, masters)
+        return self
 
     def forward(self, x: Tensor) -> Gates:
         """log f = -λ at every token of (B, L, E); (1, Hkv, L)."""

@@ -81,7 +81,9 @@ def softmax_attention(
             enable_gqa=enable_gqa,
         ).out  # fmt: skip
     q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (query, key, value))
-    return attend(q, k, v, attn_mask=logits, scale=scale, enable_gqa=enable_gqa).to(query.dtype)
+    # Autocast would round them too.
+    with outside_autocast(query.device):
+        return attend(q, k, v, attn_mask=logits, scale=scale, enable_gqa=enable_gqa).to(query.dtype)
 
 
 def softmax_partial(

@@ -173,6 +173,8 @@ def check_dense(**tensors: object) -> None:
 
 def check_indices(indices: Tensor, name: str = "indices") -> None:
     """Refuse what is no list of numbers of rows."""
+    if not isinstance(indices, Tensor):
+        raise TypeError(f"{name} must be a 1-D integer tensor, got {type(indices).__name__}; write torch.tensor([…])")
     if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
         raise ValueError(
             f"{name} must be a 1-D integer tensor, got {indices.dtype} of shape {tuple(indices.shape)}; "

@@ -65,7 +65,9 @@ class RowGroups(Generic[K]):
 
     def select(self, indices: Sequence[int]) -> K | RowGroups[K]:
         """The rows of these numbers, in that order."""
-        groups = []
+        number, groups = sum(map(len, self.rows)), []
+        if not all(0 <= row < number for row in indices):
+            raise IndexError(f"indices must lie in [0, {number}), the rows of the state, got {list(indices)}")
         for rows, keys in zip(self.rows, self.keys, strict=True):
             place = {row: number for number, row in enumerate(rows)}
             chosen = tuple(new for new, row in enumerate(indices) if row in place)

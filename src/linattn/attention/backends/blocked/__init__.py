@@ -82,7 +82,8 @@ def _step(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
     if bias is not None:
         log = log + bias
     phi = log - m
-    if phi.numel() and phi.amax().item() > RISE:
+    # Not "greater": a NaN in one row leaves it open whether others rise.
+    if phi.numel() and not phi.amax().item() <= RISE:
         # Head by head and feature by feature: those below keep their bits.
         c = torch.where(phi > RISE, log, m)
         decay = (m - c).exp_()
