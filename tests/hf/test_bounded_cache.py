@@ -15,6 +15,7 @@ from bounded_texts import ENOUGH, FEW, GREEDY, IDS, logits
 from linattn import MergedKV
 from linattn.hf import AttentionCall, BoundedCache, intercept, linearize_, restore_
 from linattn.kv_cache import merged_attention
+from programs import TRANSFORMERS
 from snippets import ROOT, python_blocks
 
 # PEFT uses names that newer transformers warns of.
@@ -89,6 +90,34 @@ def test_calls_with_a_static_cache_are_as_before(language_model, family):
     BoundedCache(model, config=FEW)
     assert all(torch.equal(x, y) for x, y in zip(read(), wanted, strict=True))
     assert torch.equal(model.generate(IDS, **options), text)
+
+
+GOES_ON = """
+import sys, torch, linattn.hf
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation=sys.argv[2])
+cache = torch.load(sys.argv[1] + ".cache", weights_only=False)
+with torch.no_grad():
+    torch.save(model(torch.arange(2, 9).expand(2, -1), past_key_values=cache).logits, sys.argv[1] + ".logits")
+"""
+
+
+@pytest.mark.parametrize("implementation", ["linattn", "sdpa"])
+def test_a_saved_cache_goes_on_in_another_process(run_program, language_model, tmp_path, implementation):
+    """To the bit; a model whose attention cannot read it is told what to call."""
+    model, folder = language_model("llama"), str(tmp_path / "model")
+    model.save_pretrained(folder)
+    cache = BoundedCache(model, config=MergedKV(4, 8, bits=4, coded=((4, 6),)))
+    model(IDS, past_key_values=cache)
+    torch.save(cache.fork(), folder + ".cache")
+    done = run_program(GOES_ON, folder, implementation, after=TRANSFORMERS)
+    if implementation == "linattn":
+        assert done.returncode == 0, done.stderr
+        wanted = model(torch.arange(2, 9).expand(2, -1), past_key_values=cache).logits
+        assert torch.equal(torch.load(folder + ".logits"), wanted)
+    else:
+        assert "model.set_attn_implementation('linattn')" in done.stderr
 
 
 def test_weights_of_other_calls_are_as_before(language_model):

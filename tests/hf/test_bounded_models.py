@@ -1,132 +1,187 @@
-"""A bounded cache of adapted, compiled and planned models, and how few calls a token takes."""
+"""Bounded caches of models of other kinds: shared keys, recurrent layers, pictures, named implementations, adapters."""
 
 from __future__ import annotations
 
 import copy
-import json
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+import transformers
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from bounded_texts import FEW, GREEDY, IDS, logits
-from linattn import MergedKV
-from linattn.hf import BoundedCache
-from linattn.kv_cache.layer_plans import MemoryPlan, TrialRecord, write_memory_plans
+from architectures import ARCHITECTURES
+from bounded_texts import ENOUGH, GREEDY, IDS, logits
+from linattn.hf import BoundedCache, EncoderDecoderStates, linearize_
 
 # PEFT uses names that newer transformers warns of.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
+SIZES = {
+    **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None},
+}
 
-def test_adapted_and_compiled_models(language_model):
-    """As the model within."""
-    model = language_model("llama", num_hidden_layers=1)
-    adapter = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-    adapted = get_peft_model(copy.deepcopy(model), adapter)
-    within = adapted.get_base_model()
-    wanted = within.generate(IDS, past_key_values=BoundedCache(within, config=FEW), **GREEDY)
-    assert torch.equal(
-        adapted.generate(input_ids=IDS, past_key_values=BoundedCache(adapted, config=FEW), **GREEDY), wanted
-    )
-    compiled = torch.compile(model, backend="eager")
-    cuts = (22, 1, 1)
-    # Not quantized: graphs read codes in plain torch, single calls in compiled code where it is installed. A graph has
-    # each block of a window, of which there are three here.
-    config = MergedKV(8, 6, None)
-    made = logits(compiled, BoundedCache(compiled, config=config), cuts)
-    assert torch.equal(made, logits(model, BoundedCache(model, config=config), cuts))
-    cache = BoundedCache(compiled, config=FEW)
+
+@pytest.fixture(autouse=True)
+def _without_gradients():
     with torch.no_grad():
-        compiled(IDS[:, :4], past_key_values=cache)
-        with pytest.raises(ValueError, match="changes which of the 4 tokens"):
-            compiled(IDS[:, 4:], past_key_values=cache, attention_mask=torch.tensor([[0] + [1] * 23] * 2))
+        yield
 
 
-def test_a_plan_of_layers(language_model, tmp_path):
-    model, path = language_model("llama"), tmp_path / "plan.json"
-    labels, choices = (
-        ["window 4 + merged 6 in 4 bits", "window 2 + merged 9"],
-        ["merged keys in 4 bits", "merged keys, 15% near"],
-    )
-    trials = [TrialRecord(choices, [64, 64], 0.1)]
-    plan = MemoryPlan("tiny", 64, 24, "text", "0" * 64, [0, 1], choices, [64, 64], labels, 0.1, 0.2, trials)
-    write_memory_plans(path, [plan])
-    cache = BoundedCache(model, 64, plan=path)
-    assert [row.config.label for row in cache.report] == labels
-    logits(model, cache)
-    for options, words in (
-        ({"budget": 65}, "has plans of 64 keys, got a budget of 65"),
-        ({"budget": 64, "bits": 8}, "got bits=8 too; leave it out"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            BoundedCache(model, plan=path, **options)
-    with pytest.raises(ValueError, match=r"the plan is of tiny, whose global layers are \[0, 1\]"):
-        BoundedCache(language_model("llama", num_hidden_layers=3), 64, plan=path)
-    values = json.loads(path.read_text())
-    values["plans"][0] |= {"choices": ["sinks + window"] * 2, "labels": ["sinks 4 + window 60"] * 2}
-    path.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match="found nothing better by a margin than sinks 4"):
-        BoundedCache(model, 64, plan=path)
+def difference(x: Tensor, y: Tensor) -> float:
+    """The largest difference, over the largest number."""
+    return ((x - y).abs().max() / y.abs().max()).item()
 
 
-def test_ways_of_a_token(language_model):
-    """Two entries into linattn per layer, its cache and its attention; the softmax is in the eighth call at most."""
+def test_layers_that_get_the_last_queries_alone_get_their_part_of_the_mask():
+    """Gemma 4's layers of shared keys; by their former attention, where several logits are asked for or slots empty."""
+    kinds = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
+    options = {"num_kv_shared_layers": 1, "sliding_window": 64, "global_head_dim": 8, "layer_types": kinds}
+    words = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}
+    torch.manual_seed(0)
+    model = transformers.Gemma4ForCausalLM(
+        transformers.Gemma4TextConfig(**SIZES, **options, **words, initializer_range=0.5)
+    ).eval()
+    repeated = IDS[:, :5].repeat(1, 4)
+    wanted, text = model(IDS, logits_to_keep=4).logits, model.generate(repeated[:1], **GREEDY)
+    static = {"cache_implementation": "static", **GREEDY}
+    by_slots = model.generate(IDS, **static)
+    BoundedCache(model, config=ENOUGH)
+    assert torch.equal(model(IDS, logits_to_keep=4).logits, wanted)
+    assert torch.equal(model.generate(IDS, **static), by_slots)
+    cache = BoundedCache(model, config=ENOUGH)
+    looked_up = {"past_key_values": cache, "prompt_lookup_num_tokens": 3, **GREEDY}
+    assert torch.equal(model.generate(repeated[:1], **looked_up), text)
+
+
+@pytest.mark.parametrize("name", ["Qwen 3 Next", "LFM 2", "Granite hybrid", "Nemotron H"])
+def test_a_fork_leaves_recurrent_layers_alone(name):
+    """These write their states in place; `reset` too."""
+    model, ids = ARCHITECTURES[name].build(), IDS[:1] % 60 + 3
+    cache = BoundedCache(model, config=ENOUGH)
+    model(ids[:, :10], past_key_values=cache)
+    wanted = model(ids[:, 10:], past_key_values=copy.deepcopy(cache)).logits
+    fork = cache.fork()
+    model(ids[:, 3:9], past_key_values=fork)
+    fork.reset()
+    assert torch.equal(model(ids[:, 10:], past_key_values=cache).logits, wanted)
+
+
+def by_its_name(module, *args, **options):
+    """As FlashAttention's function, which looks up by what name it was called."""
+    if module.config._attn_implementation != "by_its_name":
+        raise ValueError(f"there is no implementation {module.config._attn_implementation}")
+    return sdpa_attention_forward(module, *args, **options)
+
+
+@pytest.mark.parametrize("way", ["bounded", "linearized"])
+def test_a_function_that_asks_for_its_name_is_told_it(language_model, way):
+    AttentionInterface.register("by_its_name", by_its_name)
+    AttentionMaskInterface.register("by_its_name", sdpa_mask)
     model = language_model("llama")
-    cache = BoundedCache(model, config=FEW)
-    logits(model, cache)
-    entries: list[str] = []
-    stack: list[str] = []
-    depths: list[int] = []
-
-    def note(frame: FrameType, event: str, called: Any) -> None:
-        """Calls of linattn's functions, and of the softmax from them."""
-        if not frame.f_globals.get("__name__", "").startswith("linattn"):
-            return
-        if event == "call":
-            if not stack:
-                entries.append(frame.f_code.co_name)
-            stack.append(frame.f_code.co_name)
-        elif event == "return":
-            stack.pop()
-        elif event == "c_call" and called.__name__ in ("scaled_dot_product_attention", "read_codes"):
-            depths.append(len(stack))
-
-    with torch.no_grad():
-        sys.setprofile(note)
-        try:
-            model(IDS[:, :1], past_key_values=cache)
-        finally:
-            sys.setprofile(None)
-    assert [name for name in entries if name in ("update", "attend")] == ["update", "attend"] * 2
-    # The length and the mask are asked for once in a call, whatever the layers are.
-    assert len(entries) <= 4 + 2 * len(cache.layers)
-    assert len(depths) == 2
-    assert max(depths) <= 8
+    model.set_attn_implementation("by_its_name")
+    wanted = logits(model)
+    if way == "linearized":
+        # The other layer keeps its softmax.
+        linearize_(model, method="FavorPlus(num_features=16)", layers=[0])
+        assert logits(model).isfinite().all()
+        return
+    cache = BoundedCache(model, config=ENOUGH)
+    assert difference(logits(model, cache), wanted) <= 1e-5
+    assert torch.equal(logits(model), wanted)
 
 
-def test_a_model_whose_layers_change(language_model):
-    """Its caches are those of a model that was built so."""
-    model = language_model("llama", num_hidden_layers=3)
-    BoundedCache(model, config=FEW)
-    model.config.num_hidden_layers = 2
-    shorter = logits(model, BoundedCache(model, config=FEW))
-    del model.model.layers[2]
-    assert torch.equal(logits(model, BoundedCache(model, config=FEW)), shorter)
-    model.config.num_hidden_layers = 3
-    del model.model.layers[0]
-    cache = BoundedCache(model, config=FEW)
-    logits(model, cache, cuts=(20, 4))
-    assert [layer.get_seq_length() for layer in cache.layers] == [0, 24, 0]
+def test_masks_move_with_what_a_layer_is_given_on_another_device(language_model):
+    """accelerate's hooks move whatever has a `to`."""
+    utils = pytest.importorskip("accelerate.utils")
+    model, seen = language_model("llama"), []
+    BoundedCache(model)
+    hook = model.model.layers[1].register_forward_pre_hook(
+        lambda _, args, options: seen.append(options["attention_mask"]), with_kwargs=True
+    )
+    model(IDS, attention_mask=(torch.arange(24) > 2).long().expand(2, -1))
+    hook.remove()
+    moved = utils.send_to_device({"mask": seen[0]}, "meta")["mask"]
+    assert (moved.options["attention_mask"].device.type, moved.options["device"].type) == ("meta", "meta")
+    here = seen[0].to("cpu")
+    assert torch.equal(here.build("sdpa", 24), seen[0].build("sdpa", 24))
 
 
-def test_first_caches_of_several_threads(language_model):
-    """Made at a time: none is refused, and none is another one."""
-    for _ in range(8):
-        model = language_model("llama")
-        with ThreadPoolExecutor(4) as pool:
-            made = [pool.submit(BoundedCache, model, config=FEW) for _ in range(4)]
-        assert all(one.result().report == BoundedCache(model, config=FEW).report for one in made)
+def test_a_model_that_chooses_keys_by_its_implementation_s_name_is_refused():
+    """MiniMax M3: its sparse layers would attend to all keys, in any call."""
+    kinds, sparse = ["full_attention", "minimax_m3_sparse"] * 2, {"index_block_size": 4, "index_topk_blocks": 2}
+    options = {"dense_intermediate_size": 48, "rotary_dim": 8, "index_n_heads": 2, "index_head_dim": 8, **sparse}
+    config = transformers.MiniMaxM3VLTextConfig(**SIZES, layer_types=kinds, mlp_layer_types=["dense"] * 4, **options)
+    model = transformers.models.minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLForCausalLM(config).eval()
+    wanted = model(IDS).logits
+    with pytest.raises(ValueError, match="chooses keys by its attention implementation's name"):
+        BoundedCache(model, config=ENOUGH)
+    assert torch.equal(model(IDS).logits, wanted)
+
+
+def test_texts_of_a_model_that_reads_pictures_too_are_bounded():
+    """Gemma 3 from 4B on, as it is loaded; a call with a picture, whose tokens see later ones, is refused."""
+    text = {**SIZES, "sliding_window": 64, "layer_types": ["full_attention"] * 4}
+    sight = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    vision = {**sight, "image_size": 16, "patch_size": 4}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    model.generation_config.update(pad_token_id=0, eos_token_id=None)
+    wanted, made = model(IDS).logits, model.generate(IDS, **GREEDY)
+    for kinds in ({}, {"token_type_ids": torch.zeros_like(IDS)}):
+        cache = BoundedCache(model, config=ENOUGH)
+        assert difference(model(IDS, past_key_values=cache, **kinds).logits, wanted) <= 1e-5
+        cache = BoundedCache(model, config=ENOUGH)
+        assert torch.equal(model.generate(IDS, past_key_values=cache, **kinds, **GREEDY), made)
+    with pytest.raises(ValueError, match="neither causal nor full"):
+        model(IDS, token_type_ids=(IDS % 3 == 0).long(), past_key_values=BoundedCache(model, config=ENOUGH))
+
+
+def test_an_encoder_decoder_looks_its_text_up():
+    model, ids = ARCHITECTURES["BART"].build(), IDS[:1] % 60 + 3
+    wanted = model.generate(input_ids=ids, **GREEDY)
+    for options in ({"prompt_lookup_num_tokens": 3}, {"num_beams": 2, "num_return_sequences": 1}, {}):
+        pair = EncoderDecoderStates(BoundedCache(model, config=ENOUGH), DynamicCache())
+        found = model.generate(input_ids=ids, past_key_values=pair, **options, **GREEDY)
+        alone = model.generate(input_ids=ids, **options, **GREEDY) if "num_beams" in options else wanted
+        assert torch.equal(found, alone)
+
+
+def test_adapters_with_a_cache_of_their_own_are_refused(language_model):
+    peft = pytest.importorskip("peft")
+    settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    model = peft.get_peft_model(language_model("llama"), settings).eval()
+    with pytest.raises(ValueError, match=r"tuned by a prefix of keys.*get_base_model"):
+        BoundedCache(model)
+
+
+def test_calls_that_were_not_recorded_are_not_taken_back(language_model):
+    """transformers stops recording by itself, and begins again."""
+    model = language_model("llama")
+    wanted, cache = logits(model), BoundedCache(model, config=ENOUGH)
+    cache.activate_past_recording()
+    model(IDS[:, :10], past_key_values=cache)
+    for layer in cache.layers:
+        layer.record_past = False
+    model(IDS[:, 10:14], past_key_values=cache)
+    with pytest.raises(ValueError, match="0 are recorded"):
+        cache.crop(-1)
+    cache.activate_past_recording()
+    model(IDS[:, 14:15], past_key_values=cache)
+    with pytest.raises(ValueError, match="negative integer"):
+        cache.crop(10)
+    cache.crop(-1)
+    assert difference(model(IDS[:, 14:], past_key_values=cache).logits, wanted[:, 14:]) <= 1e-5
+
+
+def test_a_mask_that_its_caller_changes_is_noticed(language_model):
+    model = language_model("llama")
+    cache, mask = BoundedCache(model, config=ENOUGH), torch.ones(2, 24, dtype=torch.bool)
+    model(IDS[:, :12], attention_mask=mask, past_key_values=cache)
+    mask[0, :5] = False
+    with pytest.raises(ValueError, match="changes which of the 12 tokens"):
+        model(IDS[:, 12:], attention_mask=mask, past_key_values=cache)

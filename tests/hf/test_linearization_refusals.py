@@ -54,7 +54,7 @@ def test_layers_with_a_window_are_left_unless_named(build):
     model = build("modernbert")
     report = linearize_(model, method="EluPlusOne")
     assert [row.layer for row in report.replaced] == [0]
-    assert report.kept[0].reason.startswith("a sliding window of 65 tokens, linear as it is; name it")
+    assert report.kept[0].reason.startswith("a sliding window of 65 tokens, already linear in length; name it")
     with pytest.raises(ValueError, match=r"no layer of MistralModel would be replaced: a sliding window of 4096"):
         linearize_(build("mistral"), method="EluPlusOne")
 

@@ -72,7 +72,7 @@ def test_the_report_says_what_stays(hybrid, family):
     report = linearize_(hybrid(family), method="EluPlusOne")
     assert [row.layer for row in report.replaced] == REPLACED[family]
     assert {row.reason for row in report.kept} == {
-        "a sliding window of 4 tokens, linear as it is; name it in `layers` if need be"
+        "a sliding window of 4 tokens, already linear in length; name it in `layers` if need be"
     }
 
 

@@ -38,6 +38,7 @@ from linattn.hf.loading import LoadedModel as LoadedModel
 from linattn.hf.loading import load as load
 from linattn.hf.saving import from_pretrained as from_pretrained
 from linattn.hf.saving import save_pretrained as save_pretrained
+from linattn.hf.state_cache import EncoderDecoderStates as EncoderDecoderStates
 from linattn.hf.state_cache import StateCache as StateCache
 from linattn.hf.state_cache import StateLayer as StateLayer
 from linattn.hf.state_cache import StreamCache as StreamCache

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from copy import copy
+from copy import copy, deepcopy
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
@@ -168,6 +174,8 @@ class RecordingLayer(StatefulLayer[S]):
         out, after = advance(*tensors, before, scale=scale, key_mask=key_mask, sinks=call.sinks)
         self.handed = None
         self.advance_to(after, count)
+        # Calls that were recorded before one that was not cannot be taken back.
+        self._calls = self._calls if self.record_past else ()
         if self.record_past:
             self.record(RecordedCall(advance, before, tensors, scale, key_mask), window)
         return by_token(out)
@@ -186,8 +194,8 @@ class RecordingLayer(StatefulLayer[S]):
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Refuse to forget more tokens than are recorded, or no whole number of them."""
-        if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int):
-            raise ValueError(f"tokens_to_remove must be an integer, got {tokens_to_remove!r}")
+        if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int) or tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove must be a negative integer, or 0, got {tokens_to_remove!r}")
         count, recorded = abs(tokens_to_remove), sum(call.num_tokens for call in self._calls)
         if self.state is not None and count > recorded:
             raise ValueError(
@@ -201,7 +209,7 @@ class RecordingLayer(StatefulLayer[S]):
         count = abs(tokens_to_remove)
         if count == 0 or self.state is None:
             return
-        self.check_crop(count)
+        self.check_crop(tokens_to_remove)
         self.num_tokens -= count
         calls: list[RecordedCall] = list(self._calls)
         while count > calls[-1].num_tokens:
@@ -226,7 +234,7 @@ class RecordingLayer(StatefulLayer[S]):
 
 
 class ForkedCache(Cache):
-    """A cache none of whose layers changes its tensors in place."""
+    """A cache that can be forked."""
 
     @property
     def num_bytes(self) -> int:
@@ -239,9 +247,10 @@ class ForkedCache(Cache):
         return -1
 
     def fork(self) -> Self:
-        """A cache that goes on from here by itself; nothing is copied, since no layer changes its tensors in place."""
+        """A cache that goes on from here by itself; recurrent layers alone are copied, the others share tensors."""
         fork = copy(self)
-        fork.layers = [copy(layer) for layer in self.layers]
+        # These change their tensors in place.
+        fork.layers = [(deepcopy if isinstance(x, LinearAttentionCacheLayerMixin) else copy)(x) for x in self.layers]
         return fork
 
 
@@ -266,7 +275,8 @@ class TextCache(ForkedCache):
                 "state cannot take a token out, or put one in, afterwards; give the mask of the earlier calls, "
                 "with columns for the new tokens, or give the whole text to a new cache"
             )
-        self._live = attention_mask
+        # Of its own: the caller's may change.
+        self._live = None if attention_mask is None else attention_mask.clone()
 
     def check_level(self) -> None:
         """Refuse a cache whose layers have seen different tokens: an error ended a call between two of them."""

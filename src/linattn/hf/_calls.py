@@ -5,6 +5,7 @@ Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head 
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -79,6 +80,11 @@ class AskedMask:
     def shape(self) -> tuple[int, int, int, int]:
         """(B, 1, Lq, Lk)."""
         return self.sizes[0], 1, *self.sizes[1:3]
+
+    def to(self, device: Any, *_: Any, **__: Any) -> AskedMask:
+        """On another device, as accelerate moves what a layer is given there."""
+        moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.options.items()}
+        return replace(self, options={**moved, "device": torch.device(device)}, built={})
 
     def contiguous(self) -> AskedMask:
         """Itself: `generate` asks it of the masks that it makes ahead of a static cache's steps."""
@@ -170,9 +176,28 @@ class AskedMask:
         if place not in self.built:
             offsets = {"q_offset": q_offset, "kv_offset": kv_offset + length - num_keys}
             sizes = {"batch_size": batch_size, "q_length": num_queries, "kv_length": num_keys, **offsets}
-            mask = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[implementation](**sizes, **self.options)
+            # None for a plain mask would be read as that of the part alone.
+            skips = ("allow_is_causal_skip", "allow_is_bidirectional_skip") if self.part is not None else ()
+            options = {**self.options, **dict.fromkeys(skips, False)}
+            mask = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[implementation](**sizes, **options)
             self.built[place] = mask if self.part is None or mask is None else mask[self.part]
         return self.built[place]
+
+
+# Implementations that do not ask a module for their name, as those of FlashAttention do.
+_NAMELESS = (None, "sdpa", "eager")
+
+
+class _Former:
+    """A module whose configuration names another attention implementation, as this one's function reads it."""
+
+    def __init__(self, module: nn.Module, implementation: str | None) -> None:
+        self._module, self.config = module, copy(module.config)
+        self.config._attn_implementation_internal = implementation
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is the module's."""
+        return getattr(self._module, name)
 
 
 AnyMask = AskedMask | Tensor | None
@@ -265,8 +290,12 @@ class InterfaceCall:
         mask = self.mask
         if isinstance(mask, AskedMask):
             mask = mask.build(self.former, self.key.shape[-2])
-        attend = attention_function(type(self.module), self.former)
-        out: tuple[Tensor, Tensor | None] = attend(self.module, self.query, self.key, self.value, mask, **self.options)
+        attend, module = attention_function(type(self.module), self.former), self.module
+        if self.former not in _NAMELESS:
+            module = _Former(module, self.former)
+        elif self.options.get("block_indices") is not None:
+            raise ValueError(f"{type(module).__name__} chooses keys by its attention implementation's name")
+        out: tuple[Tensor, Tensor | None] = attend(module, self.query, self.key, self.value, mask, **self.options)
         return out
 
 
@@ -295,8 +324,8 @@ def inexpressible(options: dict[str, Any], *, takes_sinks: bool = False) -> list
 def _refusal(name: str, asked: str) -> str:
     """The error for what φ(q)·φ(k) cannot express."""
     return (
-        f"{name} asks for {asked}, which a kernel φ(q)·φ(k) cannot express: call the model without it, or leave this "
-        "layer its softmax"
+        f"{name} asks for {asked}, which neither a feature map nor merged keys can express: call the model without "
+        "it, or leave this layer its softmax"
     )
 
 

@@ -152,7 +152,7 @@ def _caution(part: AttentionModule, probed: Probe, merged: MergedKV | None) -> s
     if part.is_causal and merged is not None:
         return "it is causal, and a BoundedCache merges the keys of such layers"
     if part.window is not None:
-        return f"a sliding window of {part.window} tokens, linear as it is; name it in `layers` if need be"
+        return f"a sliding window of {part.window} tokens, already linear in length; name it in `layers` if need be"
     return probed.caution(part.module)
 
 
@@ -189,7 +189,8 @@ def cached_layers(model: PreTrainedModel) -> tuple[CachedLayer, ...]:
 def _probed(model: PreTrainedModel) -> Iterator[CachedLayer]:
     """Probe a model now for the layers of its cache."""
     modules = _runnable_modules(model, "bounded")
-    probe_of = probe(model)
+    # A text without pictures: masks by which these see later tokens are refused where a call brings one.
+    probe_of = probe(model, has_pictures=False)
     modules = probe_of.placed(modules)
     objections = _refusals(model, modules, probe_of, True)
     for part in modules:

@@ -71,7 +71,7 @@ class Probe:
             return f"a pass over {names} does not call it; give example={{…}}, inputs of the model that reach it"
         words = dict.fromkeys(words for call in calls for words in inexpressible(call.options, takes_sinks=True))
         if words:
-            return f"it asks for {', '.join(words)}, which a kernel φ(q)·φ(k) cannot express"
+            return f"it asks for {', '.join(words)}, which neither a feature map nor merged keys can express"
         if not takes_sinks and any(call.sinks is not None for call in calls):
             return (
                 f"it asks for {SINKS}, which linearize_ gives to written forms of maps for the softmax kernel, as "
@@ -88,13 +88,13 @@ class Probe:
             return "it does not say whether it is causal"
         if is_cached and len(calls) > self.num_passes:
             times = len(calls) // self.num_passes
-            return f"it attends {times} times in a pass, and a state would take its tokens in as often"
+            return f"it attends {times} times in a pass, and its tokens would be counted as often"
         if is_cached and self._sharing(module):
             return "another layer attends to its keys too, and a state does not give them back"
         if is_cached and self.refused_cache is not None:
             return (
-                f"its model does not run with a DynamicCache ({self.refused_cache}), in whose place one of states "
-                "would stand; take a model that does"
+                f"its model does not run with a DynamicCache ({self.refused_cache}), and one of linattn's would "
+                "stand in its place; take a model that does"
             )
         takes_cache = any(name in inspect.signature(module.forward).parameters for name in CACHES)
         if not is_cached and takes_cache and any(mask.function is causal_mask_function for mask in self._masks(module)):
@@ -138,13 +138,20 @@ class Probe:
 
 
 def probe(
-    model: PreTrainedModel, example: Mapping[str, Any] | None = None, sample: Mapping[str, Any] | None = None
+    model: PreTrainedModel,
+    example: Mapping[str, Any] | None = None,
+    sample: Mapping[str, Any] | None = None,
+    *,
+    has_pictures: bool = True,
 ) -> Probe:
-    """Record the attention calls of passes of a few tokens, answered as the model itself does; nothing is changed."""
+    """Record the attention calls of passes of a few tokens, answered as the model itself does; nothing is changed.
+
+    Of a model that reads pictures too some tokens are said to be of one, or none are.
+    """
     with _undisturbed(model):
         samples = [on_device(inputs, model.device) for inputs in (example, sample) if inputs is not None]
         errors = []
-        for inputs in samples[:1] if example is not None else chain(example_inputs(model), samples):
+        for inputs in samples[:1] if example is not None else chain(example_inputs(model, has_pictures=has_pictures), samples):
             calls = _run(model, inputs)
             if isinstance(calls, Exception):
                 errors.append(f"{', '.join(inputs) or 'nothing'}: {type(calls).__name__}: {calls}")
@@ -253,13 +260,13 @@ def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
                 attributes[name].update(table)
 
 
-def example_inputs(model: PreTrainedModel) -> Iterator[Inputs]:
+def example_inputs(model: PreTrainedModel, *, has_pictures: bool = True) -> Iterator[Inputs]:
     """Inputs of two rows that a model may run on, likeliest first."""
     arguments, main = inspect.signature(model.forward).parameters, model.main_input_name
     targets = {"decoder_input_ids": _tokens(model, _TARGETS)} if "decoder_input_ids" in arguments else {}
     pictures = [{"pixel_values": x} for x in _pictures(model)] if "pixel_values" in arguments else []
     sounds = [{name: x} for name in ("input_features", "input_values") if name in arguments for x in _sounds(model)]
-    kinds = [name for name in _KINDS if name in arguments]
+    kinds = [name for name in _KINDS if name in arguments and has_pictures]
     texts = list(_texts(model, kinds)) if "input_ids" in arguments else []
     if main in ("input_features", "input_values"):
         leading, rest = sounds, texts

@@ -82,7 +82,7 @@ class BoundedCache(TextCache):
     To continue a text, give the same cache again; to try several continuations, continue from `fork`. A call that ends
     by an error may leave it between two tokens, and the next call refuses it then. `crop` needs
     `activate_past_recording`, which assisted generation and prompt lookup call by themselves. An encoder-decoder takes
-    it for its self-attention: `EncoderDecoderCache(BoundedCache(model), DynamicCache())`.
+    it for its self-attention: `EncoderDecoderStates(BoundedCache(model), DynamicCache())`.
 
     Cost: three forward passes of a few tokens for the first cache of a model. A step takes O(window + num_merged) per
     head in place of O(n).
@@ -130,6 +130,7 @@ class BoundedCache(TextCache):
         config: MergedKV | None = None,
         plan: str | Path | None = None,
     ) -> None:
+        _refuse_prefix(model)
         model = unwrapped(model)
         _check_options(budget, bits, recall, config, plan)
         _check_model(model)
@@ -192,6 +193,16 @@ def _check_options(budget: int, bits: Bits | None, recall: Recall, config: objec
             raise ValueError(
                 f"a plan says what each layer keeps, and in how many bits, got {name}={value!r} too; leave it out"
             )
+
+
+def _refuse_prefix(model: object) -> None:
+    """Refuse adapters of PEFT that put a cache of their own in the place of one that is passed."""
+    kind = getattr(getattr(model, "active_peft_config", None), "peft_type", None)
+    if kind in ("PREFIX_TUNING", "CARTRIDGE"):
+        raise ValueError(
+            f"{type(model).__name__} is tuned by a prefix of keys, in a cache of its own that takes the place of the "
+            "one that it is given; pass model.get_base_model(), or generate without a BoundedCache"
+        )
 
 
 def _check_model(model: PreTrainedModel) -> None:

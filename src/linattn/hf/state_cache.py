@@ -164,8 +164,22 @@ class StateCache(TextCache):
 
 
 class EncoderDecoderStates(EncoderDecoderCache):
-    """A cache of an encoder-decoder whose own text is in states, the last call of which can be taken back."""
+    """The caches of an encoder-decoder: a `BoundedCache` or a `StateCache` of its own text, and one of the encoder's.
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, -tokens_to_remove of them, as `StateLayer.crop` does."""
-        self.self_attention_cache.crop(tokens_to_remove)
+    As transformers' `EncoderDecoderCache`, which refuses to take tokens back, or to choose rows, in other caches than a
+    `DynamicCache`: assistants and prompt lookup do.
+
+    Example:
+        >>> from transformers import BartConfig, BartForConditionalGeneration, DynamicCache
+        >>> from linattn.hf import BoundedCache
+        >>> sizes = dict(vocab_size=9, d_model=8, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=8)
+        >>> config = BartConfig(**sizes, decoder_ffn_dim=8, encoder_attention_heads=2, decoder_attention_heads=2)
+        >>> model = BartForConditionalGeneration(config).eval()
+        >>> EncoderDecoderStates(BoundedCache(model, 64), DynamicCache()).get_seq_length()
+        0
+
+    Source: transformers' documentation, "Caching".
+    """
+
+    def check_dynamic_cache(self, method: str) -> None:
+        """Nothing: linattn's caches have these methods too."""
