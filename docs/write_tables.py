@@ -195,8 +195,8 @@ def conversion_table(lines: list[dict[str, Any]]) -> str:
         sys.exit("benchmarks/results.jsonl holds no conversion; run benchmarks/conversion_repairs_a_real_encoder.py")
     rows = [
         f"{found[0]['minutes']:.0f} minutes each, measured on {found[0]['texts']} held-out texts of "
-        f"{found[0]['tokens']:,} tokens in all; exact attention has 1. An expansion as drawn takes its centres from "
-        "each text; calibrated, it has fixed ones.",
+        f"{found[0]['tokens']:,} tokens in all; exact attention has 1. Before calibration an expansion takes its "
+        "centres from each text; afterwards they are fixed.",
         "",
         "| figure | averaging | the map as drawn | calibrated | distilled |",
         "|---|---|---|---|---|",
@@ -214,7 +214,7 @@ def language_model_table(lines: list[dict[str, Any]]) -> str:
     contexts, names = sorted({context for _, context in rates}), dict.fromkeys(name for name, _ in rates)
     rows = [
         "Four blocks of width 128, about a million parameters, on Python's own sources. Bytes/s: what training reads "
-        f"on two quiet cores, by context.{_bits_in_words(runs, contexts[0])}",
+        f"on two idle cores, by context.{_bits_in_words(runs, contexts[0])}",
         "",
         f"| attention | {' | '.join(f'bytes/s at {context:,}' for context in contexts)} |"
         f"{' bits per byte |' if runs else ''}",
@@ -238,8 +238,8 @@ def _bits_in_words(runs: list[dict[str, Any]], context: int) -> str:
         return ""
     seeds = ", ".join(map(str, sorted({row["seed"] for row in runs})))
     return (
-        f" Bits per byte: on files that were not trained on, after as many steps of {context:,} bytes as fifteen "
-        f"minutes have at that speed; mean (least to most) of seeds {seeds}."
+        f" Bits per byte: on files that were not trained on, after fifteen minutes' worth of steps of {context:,} "
+        f"bytes at that speed; mean (least to most) of seeds {seeds}."
     )
 
 
