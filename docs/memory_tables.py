@@ -58,7 +58,8 @@ def readme_table() -> str:
         f"KV cache: bytes of the {len(header.layers)} layers that are bounded, without the {header.num_exact} others. "
         "Fit unmerged: share of the tokens that are read before any is merged or evicted. "
         "KL: mean KL divergence from the full cache's predictions, in nats. "
-        f"Needles: share of the answers' tokens predicted, of numbers told once at {', '.join(full.facts)} of the text. "
+        "Needles: share of the answers' tokens predicted, of numbers stated once at "
+        f"{', '.join(full.facts)} of the text. "
         "Windows in few bits: those of the least KL or the most needles."
     )
     head = ("method", "KV cache, MB", "fit unmerged", "KL", "needles", "prefill time ÷ full", "tokens/s ÷ full")

@@ -103,6 +103,7 @@ with torch.no_grad():
 """
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("implementation", ["linattn", "sdpa"])
 def test_a_saved_cache_goes_on_in_another_process(run_program, language_model, tmp_path, implementation):
     """To the bit; a model whose attention cannot read it is told what to call."""

@@ -387,38 +387,3 @@ def test_another_state_is_refused() -> None:
         linattn.merged_attention_with_state(query, key, value, config, sums)
     with pytest.raises(TypeError, match="State"):
         linattn.linear_attention_with_state(query, key, value, favor, state)
-
-
-@pytest.mark.parametrize("bits", [None, 4])
-def test_autocast_changes_no_reading_of_a_state(bits: int | None) -> None:
-    query, key, value = qkv(num_queries=60, num_keys=60, dtype=torch.float32)
-    state = linattn.merged_attention_with_state(query, key, value, MergedKV(4, 20, bits=bits), enable_gqa=True).state
-    plain = [*state.read(query), *state.tokens()]
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = [*state.read(query), *state.tokens()]
-    assert all(torch.equal(x, y) for x, y in zip(plain, cast, strict=True))
-
-
-@pytest.mark.parametrize("bits", [None, 4])
-def test_values_of_no_width_are_a_legal_amount_in_any_dtype_and_bits(bits: int | None) -> None:
-    for dtype in (torch.float32, torch.float64):
-        tokens = qkv(num_queries=60, num_keys=60, value_dim=0, dtype=dtype)
-        out, state = linattn.merged_attention_with_state(*tokens, MergedKV(4, 20, bits=bits), enable_gqa=True)
-        assert out.shape == (*tokens[0].shape[:3], 0)
-        assert state.read(tokens[0]).out.shape == out.shape
-
-
-def test_rows_that_a_state_does_not_have_are_refused() -> None:
-    """Grouped by their first tokens, or not; before a state is made that misses some."""
-    tokens, mask = qkv(num_queries=30, num_keys=30), torch.ones(2, 30, dtype=torch.bool)
-    for padding in (0, 5):
-        mask[1, :padding] = False
-        options = {"key_mask": mask, "enable_gqa": True}
-        state = linattn.merged_attention_with_state(*tokens, MergedKV(4, 8, bits=None), **options).state
-        for wrong in ([0, 2], [-1, 0]):
-            with pytest.raises(IndexError):
-                state.select(torch.tensor(wrong))
-        with pytest.raises(TypeError, match="1-D integer tensor, got list"):
-            state.select([0])
-        with pytest.raises(TypeError, match=r"query must be a floating tensor, got torch\.int64"):
-            state.read(tokens[0].long())

@@ -12,7 +12,7 @@ from torch import Tensor
 import linattn
 from grid import CAUSAL_MAPS, MAPS, build, qkv, tokens
 from linattn.feature_maps import FavorPlus, FeatureMap, features
-from linattn.nn import LinearAttention, SoftmaxAttention
+from linattn.nn import LinearAttention
 from linattn.positions import (
     LearnedCodes,
     Position,
@@ -289,7 +289,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a learned position between two": (
         lambda: LearnedCodes(8, 2, max_length=4)(*[tokens(1, 1, 2, 8)] * 2, torch.tensor([0.0, 1.5])),
         ValueError,
-        "whole positions from 0 to 3, got 0.0 to 1.5",
+        "whole positions from 0 to 3, got 0 to 1.5",
     ),
 }
 
@@ -313,8 +313,8 @@ WIDTHS = {"SinusoidalCodes": 8, "LearnedCodes": 10}
 
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_a_layer_made_on_the_meta_device_takes_its_weights_later(name: str) -> None:
-    def layer() -> SoftmaxAttention:
-        return SoftmaxAttention(WIDTHS.get(name, 16), 2, positions=ENCODINGS[name](), is_causal=True)
+    def layer() -> LinearAttention:
+        return LinearAttention(WIDTHS.get(name, 16), 2, build("FavorPlus"), positions=ENCODINGS[name](), is_causal=True)
 
     given, x = layer(), torch.randn(1, 4, WIDTHS.get(name, 16))
     with torch.device("meta"):

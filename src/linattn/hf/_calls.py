@@ -192,8 +192,9 @@ class _Former:
     """A module whose configuration names another attention implementation, as this one's function reads it."""
 
     def __init__(self, module: nn.Module, implementation: str | None) -> None:
-        self._module, self.config = module, copy(module.config)
-        self.config._attn_implementation_internal = implementation
+        config: Any = copy(module.config)
+        config._attn_implementation_internal = implementation
+        self._module, self.config = module, config
 
     def __getattr__(self, name: str) -> Any:
         """All else is the module's."""
@@ -291,11 +292,10 @@ class InterfaceCall:
         if isinstance(mask, AskedMask):
             mask = mask.build(self.former, self.key.shape[-2])
         attend, module = attention_function(type(self.module), self.former), self.module
-        if self.former not in _NAMELESS:
-            module = _Former(module, self.former)
-        elif self.options.get("block_indices") is not None:
+        if self.former in _NAMELESS and self.options.get("block_indices") is not None:
             raise ValueError(f"{type(module).__name__} chooses keys by its attention implementation's name")
-        out: tuple[Tensor, Tensor | None] = attend(module, self.query, self.key, self.value, mask, **self.options)
+        named: Any = module if self.former in _NAMELESS else _Former(module, self.former)
+        out: tuple[Tensor, Tensor | None] = attend(named, self.query, self.key, self.value, mask, **self.options)
         return out
 
 

@@ -151,7 +151,9 @@ def probe(
     with _undisturbed(model):
         samples = [on_device(inputs, model.device) for inputs in (example, sample) if inputs is not None]
         errors = []
-        for inputs in samples[:1] if example is not None else chain(example_inputs(model, has_pictures=has_pictures), samples):
+        for inputs in (
+            samples[:1] if example is not None else chain(example_inputs(model, has_pictures=has_pictures), samples)
+        ):
             calls = _run(model, inputs)
             if isinstance(calls, Exception):
                 errors.append(f"{', '.join(inputs) or 'nothing'}: {type(calls).__name__}: {calls}")

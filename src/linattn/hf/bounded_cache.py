@@ -80,9 +80,9 @@ class BoundedCache(TextCache):
     window, those wider than the budget are bounded, for texts up to the window.
 
     To continue a text, give the same cache again; to try several continuations, continue from `fork`. A call that ends
-    by an error may leave it between two tokens, and the next call refuses it then. `crop` needs
-    `activate_past_recording`, which assisted generation and prompt lookup call by themselves. An encoder-decoder takes
-    it for its self-attention: `EncoderDecoderStates(BoundedCache(model), DynamicCache())`.
+    by an error may leave it between two tokens, and the next call refuses it then, unless only recurrent layers ran.
+    `crop` needs `activate_past_recording`, which assisted generation and prompt lookup call by themselves. An
+    encoder-decoder takes it for its self-attention: `EncoderDecoderStates(BoundedCache(model), DynamicCache())`.
 
     Cost: three forward passes of a few tokens for the first cache of a model. A step takes O(window + num_merged) per
     head in place of O(n).
@@ -91,8 +91,8 @@ class BoundedCache(TextCache):
         model: a causal transformers model whose layers use AttentionInterface; of a compiled or adapted one (PEFT) the
             model within.
         budget: in exact keys and values, per layer and key/value head.
-        bits: of merged keys and values, 2 to 8 in halves, or two of these, of keys and of values; of the tokens before
-            them the newest have 2 more, 8 at most, and the next as many. None for 32 and no tiers.
+        bits: of merged keys and values, 2 to 8 in halves, or two of these, of keys and of values; of the tokens that
+            are not merged yet the newest have 2 more, 8 at most, and the next as many. None for 32 and no tiers.
         recall: "near" for the least KL divergence; "middle" for more tokens one by one, in 4 bits; "far" for the most,
             in 3 bits. Leave bits out beside these two.
         config: window and merged keys of every bounded layer, `MergedKV(window=64, num_merged=512, bits=4)`; leave

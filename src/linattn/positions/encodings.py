@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -218,7 +218,7 @@ def _keeps_rotations(feature_map: FeatureMap) -> bool:
     tensors = [*feature_map.buffers(), *feature_map.parameters()]
     heads = max((x.shape[-3] for x in tensors if x.ndim > 2), default=1)  # Of maps with tensors of each head.
     shape, device = (2, heads, 5, feature_map.head_dim), tensors[0].device if tensors else torch.device("cpu")
-    drawn = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
+    drawn: Any = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
     q, k = torch.randn(shape, **drawn).to(device)
     turn = torch.linalg.qr(torch.randn(feature_map.head_dim, feature_map.head_dim, **drawn))[0].to(device)
     with torch.no_grad():
@@ -352,8 +352,8 @@ class LearnedCodes(ConcatenatedCodes):
         low, high = at.min().item(), at.max().item()
         if low < 0 or high >= self.max_length or not bool((at == at.long()).all()):
             raise ValueError(
-                f"LearnedCodes was built for whole positions from 0 to {self.max_length - 1}, got {low} to {high}; "
-                "build it with a larger max_length, or round the positions"
+                f"LearnedCodes was built for whole positions from 0 to {self.max_length - 1}, got {low:g} to "
+                f"{high:g}; build it with a larger max_length, or round the positions"
             )
 
     def extra_repr(self) -> str:
