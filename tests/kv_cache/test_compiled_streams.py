@@ -278,7 +278,11 @@ def test_gradients_of_what_is_kept_go_through_plain_torch() -> None:
     ("change", "config", "words"),
     [
         (lambda x: x.double(), MergedKV(4, 6, bits=None, num_sinks=0), "takes float32, bfloat16 and float16"),
-        (lambda x: x[:, :, :0], MergedKV(4, 6, bits=None, num_sinks=0), "with queries and with values of a width, and this has none"),
+        (
+            lambda x: x[:, :, :0],
+            MergedKV(4, 6, bits=None, num_sinks=0),
+            "with queries and with values of a width, and this has none",
+        ),
         (lambda x: x.clone().requires_grad_(), MergedKV(4, 6, bits=None, num_sinks=0), "gradients follow this call"),
         (lambda x: x, MergedKV(4, 6, bits=None), "no attention sinks beside exact keys, and 4 are to be kept"),
     ],
