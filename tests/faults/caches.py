@@ -9,6 +9,7 @@ COLUMNS = "tests/hf/test_mask_columns.py"
 GRAPHS = "tests/hf/test_recorded_graphs.py"
 BOUNDED = "tests/hf/test_bounded_cache.py"
 MERGED = "tests/hf/test_merged_keys.py"
+MODELS = "tests/hf/test_bounded_models.py"
 REFUSALS = "tests/hf/test_bounded_cache_refusals.py"
 WRAPPED = "tests/hf/test_wrapped_models.py"
 
@@ -187,5 +188,40 @@ FAULTS = (
         "call.key.element_size()",
         "4",
         BOUNDED,
+    ),
+    Fault(
+        "share the states of recurrent layers among forks",
+        "hf/_cache_layers.py",
+        "(deepcopy if isinstance(x, LinearAttentionCacheLayerMixin) else copy)(x)",
+        "copy(x)",
+        MODELS,
+    ),
+    Fault(
+        "take back calls that were recorded before others that were not",
+        "hf/_cache_layers.py",
+        "        self._calls = self._calls if self.record_past else ()\n",
+        "",
+        MODELS,
+    ),
+    Fault(
+        "read no mask as that of the last queries",
+        "hf/_calls.py",
+        "if self.part is not None else ()\n            options",
+        "if False else ()\n            options",
+        MODELS,
+    ),
+    Fault(
+        "keep a caller's own mask",
+        "hf/_cache_layers.py",
+        "attention_mask.clone()",
+        "attention_mask",
+        MODELS,
+    ),
+    Fault(
+        "leave exponents where a row has none",
+        "attention/backends/blocked/__init__.py",
+        "not phi.amax().item() <= RISE",
+        "phi.amax().item() > RISE",
+        "tests/laws/test_independence.py",
     ),
 )

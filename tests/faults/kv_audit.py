@@ -103,8 +103,8 @@ FAULTS = (
     Fault(
         "show windows in all bits",
         REPORT + "summary.py",
-        "line.method if match is None else match[1]",
-        "line.method if match is None else line.method",
+        "earlier = [other for other in kept if is_few_bits(other) and is_few_bits(line)]",
+        "earlier: list[MemoryLine] = []",
         SHOWN,
     ),
     Fault(
