@@ -115,7 +115,7 @@ FAULTS = (
     Fault(
         "save weights without a place",
         "hf/_folders.py",
-        "    if differing:\n",
+        "    if differing := sorted(names ^ softmax_state(model).keys()):\n",
         "    if False:\n",
         WRAPPED,
     ),

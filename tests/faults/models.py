@@ -8,8 +8,8 @@ FAULTS = (
     Fault(
         "take a map's default for an option that its record lacks",
         "methods/map_records.py",
-        "    if missing:\n",
-        "    if False:\n",
+        'if record["options"].get(name) is None',
+        "if False",
         "tests/methods/test_map_records.py",
     ),
     Fault(
@@ -197,8 +197,8 @@ FAULTS = (
     Fault(
         "read a folder that has a method for each head",
         "hf/_model_records.py",
-        "    if planned:\n",
-        "    if False:\n",
+        '"plan" in each.kernel]',
+        "False]",
         "tests/hf/test_saved_folders.py",
     ),
     Fault(

@@ -12,8 +12,8 @@ FAULTS = (
     Fault(
         "let masked tokens take positions",
         "nn/attention.py",
-        "    if key_mask is not None:\n        places, _",
-        "    if key_mask is None:\n        places, _",
+        "    if key_mask is not None:\n        return token_positions",
+        "    if key_mask is None:\n        return token_positions",
         LAYERS,
     ),
     Fault(
@@ -201,8 +201,8 @@ FAULTS = (
     Fault(
         "load weights that do not fit",
         "hf/language_model.py",
-        "        if wrong:",
-        "        if False:",
+        'if wrong := sorted(loading_info["missing_keys"] | loading_info["unexpected_keys"]):',
+        "if False:",
         LANGUAGE,
     ),
     Fault(

@@ -285,8 +285,7 @@ class State(Restored):
     def _decayed(self, log_factor: Tensor, apart: Tensor | None) -> State:
         """All weights times exp(log_factor), by the exponents; what is apart is given."""
         window = None if self.window is None else decayed(self.window, log_factor)
-        sums = self._relative_sums.decay(log_factor)
-        return State(*sums, self.built_with, window, apart).known_to_fit(self._fits)
+        return State(*self._relative_sums.decay(log_factor), self.built_with, window, apart).known_to_fit(self._fits)
 
     @property
     def sums(self) -> Sums:

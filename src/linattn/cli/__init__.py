@@ -11,8 +11,7 @@ _NEEDED = ("typer", "rich", "pydantic", "filelock")
 
 def main() -> None:
     """Run the `linattn` command; exit with 0, 1 (failed, a package missing), 2 (unknown words) or 130 (interrupted)."""
-    missing = [package for package in _NEEDED if find_spec(package) is None]
-    if missing:
+    if missing := [package for package in _NEEDED if find_spec(package) is None]:
         sys.exit(f"linattn: the command needs {', '.join(missing)}, not installed here: pip install 'linattn[cli]'")
     # Only here, so that a missing package ends in the sentence above and not in a traceback.
     from linattn.cli.app import app

@@ -47,10 +47,8 @@ def shared_folder(
 
 def check_same_options(processes: Processes, call: typer.Context) -> None:
     """Refuse a command whose processes were started with different arguments, on all of them; one small gather."""
-    asked = {"command": str(call.info_name)}
-    for parameter in call.command.params:
-        if parameter.name in call.params and parameter.name not in _OF_FIRST:
-            asked[parameter.opts[0]] = str(call.params[parameter.name])
+    shared = [one for one in call.command.params if one.name in call.params and one.name not in _OF_FIRST]
+    asked = {"command": str(call.info_name), **{one.opts[0]: str(call.params[one.name]) for one in shared}}
     every = processes.gather(asked)
     differing = []
     for name in dict.fromkeys(name for each in every for name in each):

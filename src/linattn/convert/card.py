@@ -104,7 +104,6 @@ def model_card(conversion: Conversion, name: str) -> str:
     steps = ", ".join(
         f"{one.steps} steps of {one.name} in {one.seconds / 60:.1f} minutes" for one in conversion.trainings
     )
-    softmax_layers = [f"* {line}" for line in kept_layers(conversion)]
     layers = conversion.linearization
     parts = [
         f"# {name} with linear attention",
@@ -118,7 +117,7 @@ def model_card(conversion: Conversion, name: str) -> str:
         "Relative error of each layer's attention, against softmax on the same queries, keys and values (0 is exact):",
         layer_table(conversion).markdown(),
     ]
-    if softmax_layers:
+    if softmax_layers := [f"* {line}" for line in kept_layers(conversion)]:
         parts += ["Layers that keep softmax:", "\n".join(softmax_layers)]
     return "\n\n".join(parts) + "\n"
 

@@ -96,8 +96,7 @@ class ConvertConfig:
             methods = self.methods
         except ValueError as error:
             raise ValueError(f"feature_map: {error}") from None
-        merged = [method.label for method in methods if method.map is None]
-        if merged:
+        if merged := [method.label for method in methods if method.map is None]:
             raise ValueError(
                 f"feature_map must be a map, as LearnedExponential, got {merged[0]!r}: merged keys need no training; "
                 "bound a decoder's KV cache with linattn.hf.BoundedCache, or linearize_ an encoder by them"

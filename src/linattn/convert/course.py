@@ -180,19 +180,17 @@ class Course:
         learning = [(feature_map, layer) for feature_map, layer in pairs if any(True for _ in feature_map.parameters())]
         seconds = config.minutes * 60
         transferring = seconds * (_TRANSFER_SHARE if config.distil else 1) * bool(learning)
-        transferred = False
-        if transferring:
-            transferred = self._run(
-                transfer(
-                    self._model,
-                    [feature_map for feature_map, _ in learning],
-                    [layer for _, layer in learning],
-                    self._teacher,
-                    self._samples,
-                    seconds=transferring,
-                    learning_rate=config.map_learning_rate,
-                )
+        transferred = transferring and self._run(
+            transfer(
+                self._model,
+                [feature_map for feature_map, _ in learning],
+                [layer for _, layer in learning],
+                self._teacher,
+                self._samples,
+                seconds=transferring,
+                learning_rate=config.map_learning_rate,
             )
+        )
         if fitted or transferred:
             self._audit("calibrated")
         if config.distil and seconds and not self._stopped:

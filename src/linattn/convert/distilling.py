@@ -59,10 +59,6 @@ def distil(
         """The teacher's outputs on a validation text, which are computed once."""
         return teacher_outputs(teacher, samples.validation[number])
 
-    def judged(number: int) -> Tensor:
-        """The loss on a validation text, all of which is here."""
-        return imitate(samples.validation[number], exact(number), spread_divergence)
-
     def loss(step: int) -> Tensor:
         """The loss of a step, on this process's texts."""
         batch = own_texts(samples.training(step), processes)
@@ -80,7 +76,11 @@ def distil(
         model=student,
         parameters=[(parameters, rate) for parameters, rate in groups if parameters],
         loss=loss,
-        validate=mean_loss(judged, len(samples.validation), processes),
+        validate=mean_loss(
+            lambda number: imitate(samples.validation[number], exact(number), spread_divergence),
+            len(samples.validation),
+            processes,
+        ),
         budget=Seconds(seconds),
     )
 
@@ -107,9 +107,8 @@ def distillation(
 
     Source: Jiao et al. 2020 (arXiv 1909.10351), sections 3.1 and 3.2, states only.
     """
-    errors = torch.stack(
-        [squared_relative_error(ours, theirs, live, mean) for ours, theirs in zip(student, teacher, strict=True)]
-    )
+    pairs = zip(student, teacher, strict=True)
+    errors = torch.stack([squared_relative_error(ours, theirs, live, mean) for ours, theirs in pairs])
     loss = (errors[-1] + errors.mean()) / 2
     return loss if divergence is None else loss + divergence
 

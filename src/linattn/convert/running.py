@@ -72,8 +72,7 @@ def _head(model: nn.Module, outputs: Any, last: Tensor) -> Callable[[Tensor], Te
         return None
     with torch.no_grad():
         rebuilt = head(last[:, -1:])
-    is_all = rebuilt.shape == logits.shape and torch.allclose(rebuilt, logits, rtol=1e-4, atol=1e-4)
-    return head if is_all else None
+    return head if rebuilt.shape == logits.shape and torch.allclose(rebuilt, logits, rtol=1e-4, atol=1e-4) else None
 
 
 def _following(batch: Batch, live: Tensor) -> Tensor | None:

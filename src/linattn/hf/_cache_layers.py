@@ -15,13 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
@@ -327,8 +321,7 @@ def cache_bytes(cache: Cache) -> int:
         >>> cache_bytes(cache)  # float32
         192
     """
-    held = pytree.tree_leaves([vars(layer) for layer in cache.layers])
-    return sum(x.nbytes for x in held if isinstance(x, Tensor))
+    return sum(x.nbytes for x in pytree.tree_leaves([vars(layer) for layer in cache.layers]) if isinstance(x, Tensor))
 
 
 def _first(state: Any) -> Any:

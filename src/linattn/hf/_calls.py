@@ -288,9 +288,7 @@ class InterfaceCall:
 
     def by_former(self) -> tuple[Tensor, Tensor | None]:
         """The output (B, Lq, H, Dv) by the function before linattn's, with the mask it takes, and weights if any."""
-        mask = self.mask
-        if isinstance(mask, AskedMask):
-            mask = mask.build(self.former, self.key.shape[-2])
+        mask = self.mask.build(self.former, self.key.shape[-2]) if isinstance(self.mask, AskedMask) else self.mask
         attend, module = attention_function(type(self.module), self.former), self.module
         if self.former in _NAMELESS and self.options.get("block_indices") is not None:
             raise ValueError(f"{type(module).__name__} chooses keys by its attention implementation's name")
@@ -350,14 +348,13 @@ def ask_mask(
 ) -> AskedMask:
     """The registered mask function: keep what is asked for; layers differ in what they read of it."""
     # Models within models are given the mask that the outer one asked for.
-    if isinstance(options.get("attention_mask"), AskedMask):
-        mask: AskedMask = options["attention_mask"]
+    if isinstance(mask := options.get("attention_mask"), AskedMask):
         return mask
     cache = None
     if isinstance(kv_offset, CachedTokens):
         # Compilers know plain numbers alone.
         cache, kv_offset = kv_offset.cache, kv_offset.number
-        cache.begin(options.get("attention_mask"))
+        cache.begin(mask)
     # A static cache counts its tokens in place, before a mask is built.
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()

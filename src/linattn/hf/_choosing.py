@@ -85,8 +85,7 @@ def choose(
     kind = type(model).__name__
     modules = _runnable_modules(model, "replaced")
     wanted = range(len(modules)) if layers is None else list(layers)
-    wrong = [layer for layer in wanted if isinstance(layer, bool) or layer not in range(len(modules))]
-    if wrong:
+    if wrong := [layer for layer in wanted if isinstance(layer, bool) or layer not in range(len(modules))]:
         raise ValueError(f"{kind} has attention layers 0 to {len(modules) - 1}, got {wrong}; name some of those")
     if not wanted:
         raise ValueError(f"no layer of {kind} would be replaced: not among `layers`")
@@ -101,8 +100,7 @@ def choose(
                 refuse_merged_decoder(model, part, merged)
             raise ValueError(f"no layer of {kind} would be replaced: {'; '.join(dict.fromkeys(reasons.values()))}")
         return modules, reasons
-    refused = [part for part in modules if part.number in wanted and part.number in objections]
-    if refused:
+    if refused := [part for part in modules if part.number in wanted and part.number in objections]:
         others = [part.number for part in modules if part.number not in objections]
         cure = f"name others in `layers`: {others} can be" if others else "no layer of this model can be"
         raise ValueError(
@@ -137,8 +135,7 @@ def _refusals(model: PreTrainedModel, parts: list[AttentionModule], probed: Prob
     holders: dict[int | None, str] = {}
     for part in cached:
         place = part.cache_place or 0
-        layer = layers[place] if place < len(layers) else None
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
+        if place < len(layers) and isinstance(layers[place], LinearAttentionCacheLayerMixin):
             objections[part.number] = "its place in the cache also holds the state of a recurrent layer"
         elif place in holders:
             objections[part.number] = f"it has its place in the cache in common with {holders[place]}"

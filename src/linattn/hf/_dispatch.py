@@ -57,8 +57,7 @@ def attend(
     with _weights_present(attention):
         if layer is not None:
             return layer.attend(call), None
-        name = attention.module_name
-        key_mask, is_causal = call.read_mask(name, key.shape[-2], takes_sinks=attention.takes_sinks)
+        key_mask, is_causal = call.read_mask(attention.module_name, key.shape[-2], takes_sinks=attention.takes_sinks)
         sinks = {} if call.sinks is None else {"sinks": call.sinks}
         out = attention(query, key, value, scale=call.scale, key_mask=key_mask, is_causal=is_causal, **sinks)
         return by_token(out), None
@@ -167,8 +166,7 @@ def _offer(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, 
 
 def _settle(module: nn.Module, args: Any, options: dict[str, Any], output: Any) -> None:
     """Forward hook: an error if the keys did not come back."""
-    layer = options.get(_LAYER)
-    if layer is not None:
+    if (layer := options.get(_LAYER)) is not None:
         layer.settle()
 
 

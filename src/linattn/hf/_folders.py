@@ -59,8 +59,7 @@ class SaveLinearized:
         if getattr(model, "_hf_peft_config_loaded", False):
             save(model, *args, **options)
             return
-        refused = [f"{name} ({cure})" for name, cure in _REFUSED.items() if arguments.get(name)]
-        if refused:
+        if refused := [f"{name} ({cure})" for name, cure in _REFUSED.items() if arguments.get(name)]:
             raise ValueError(f"no folder has the linear attention of {type(model).__name__} with {', '.join(refused)}")
         arguments.update(arguments.pop("kwargs", {}))
         model, folder, state = (arguments.pop(name, None) for name in ("self", "save_directory", "state_dict"))
@@ -96,25 +95,20 @@ def describe_model(model: PreTrainedModel, state: Mapping[str, Tensor]) -> tuple
     modules = list(attention_modules(model))
     layers, tensors = [], not_brought_back(model)
     for part in modules:
-        attention = attention_of(part.module)
-        if attention is not None:
+        if (attention := attention_of(part.module)) is not None:
             layers.append(LayerRecord(part.number, part.name, describe_attention(attention)))
             tensors |= attention.state_dict(prefix=f"{part.name}.{ATTRIBUTE}.")
     tensors = {name: state.get(name, x) for name, x in tensors.items()}
     versions = linattn.__version__, torch.__version__, transformers.__version__
     name, dtype = kind.__name__, str(model.dtype).removeprefix("torch.")
-    record = ModelRecord(
-        *versions, name, dtype, num_layers=len(modules), layers=tuple(layers), tensors=outlines(tensors)
-    )
-    return record, tensors
+    return ModelRecord(*versions, name, dtype, len(modules), tuple(layers), outlines(tensors)), tensors
 
 
 def _check_weights(model: PreTrainedModel) -> None:
     """Refuse weights that the model's class does not make of its configuration: a reader has no place for them."""
     with torch.device("meta"):
         names = type(model)(deepcopy(model.config)).state_dict().keys()
-    differing = sorted(names ^ softmax_state(model).keys())
-    if differing:
+    if differing := sorted(names ^ softmax_state(model).keys()):
         raise ValueError(
             f"the weights of {type(model).__name__} are not those of its configuration ({differing[0]!r} and "
             f"{len(differing) - 1} more differ), and no reader of a folder would find their place; merge adapters into "
@@ -202,8 +196,7 @@ def _check_size(kind: Any, config: Any, path: Path) -> None:
 def bring_back(model: PreTrainedModel, tensors: Mapping[str, Tensor], path: Path) -> None:
     """Give the model what a plain folder does not bring back: all tensors but those of linear attention."""
     held: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    unknown = sorted(tensors.keys() - held.keys())
-    if unknown:
+    if unknown := sorted(tensors.keys() - held.keys()):
         raise ValueError(
             f"{path / TENSORS}: {', '.join(unknown)} belong to no linear attention and no part "
             f"of {type(model).__name__}; {REMEDY}"

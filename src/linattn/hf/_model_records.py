@@ -64,8 +64,7 @@ def read(folder: Path) -> ModelRecord:
     record = Reading(str(path), REMEDY).record(ModelRecord, read_record(path, _KIND, _VERSION, REMEDY))
     if not record.layers:
         raise ValueError(f"{path}: layers must be a list of at least one layer; {REMEDY}")
-    planned = [each for each in record.layers if isinstance(each.kernel, dict) and "plan" in each.kernel]
-    if planned:
+    if planned := [each for each in record.layers if isinstance(each.kernel, dict) and "plan" in each.kernel]:
         names = ", ".join(each.module_name for each in planned)
         raise ValueError(
             f"{path} has a method for each head of {names}, which this version does not read; linearize_ the softmax "

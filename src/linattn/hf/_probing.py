@@ -69,8 +69,7 @@ class Probe:
         if calls is None:
             names = ", ".join(self.inputs)
             return f"a pass over {names} does not call it; give example={{…}}, inputs of the model that reach it"
-        words = dict.fromkeys(words for call in calls for words in inexpressible(call.options, takes_sinks=True))
-        if words:
+        if words := dict.fromkeys(words for call in calls for words in inexpressible(call.options, takes_sinks=True)):
             return f"it asks for {', '.join(words)}, which neither a feature map nor merged keys can express"
         if not takes_sinks and any(call.sinks is not None for call in calls):
             return (
@@ -104,8 +103,7 @@ class Probe:
     def caution(self, module: nn.Module) -> str | None:
         """Why a module's softmax stays unless it is named; None where nothing speaks for that."""
         structured = [mask for mask in self._masks(module) if not mask.is_plain]
-        sizes = [mask.local_size for mask in structured if mask.local_size is not None]
-        if sizes:
+        if sizes := [mask.local_size for mask in structured if mask.local_size is not None]:
             return f"a mask of windows or chunks of {sizes[0]} tokens; name it in `layers` if all texts fit in one"
         if any(isinstance(mask.read(mask.sizes[2]), str) or mask.hides_far_keys(_FAR) for mask in structured):
             return (
@@ -151,9 +149,8 @@ def probe(
     with _undisturbed(model):
         samples = [on_device(inputs, model.device) for inputs in (example, sample) if inputs is not None]
         errors = []
-        for inputs in (
-            samples[:1] if example is not None else chain(example_inputs(model, has_pictures=has_pictures), samples)
-        ):
+        attempts = chain(example_inputs(model, has_pictures=has_pictures), samples)
+        for inputs in attempts if example is None else samples[:1]:
             calls = _run(model, inputs)
             if isinstance(calls, Exception):
                 errors.append(f"{', '.join(inputs) or 'nothing'}: {type(calls).__name__}: {calls}")
@@ -290,9 +287,8 @@ def padded(model: PreTrainedModel, inputs: Inputs) -> Inputs | None:
     for name, mask_name in {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}.items():
         tokens = inputs.get(name)
         if mask_name in arguments and mask_name not in inputs and isinstance(tokens, Tensor) and tokens.ndim == 2:
-            mask = torch.ones_like(tokens)
-            mask[-1, 0] = 0
-            masks[mask_name] = mask
+            masks[mask_name] = torch.ones_like(tokens)
+            masks[mask_name][-1, 0] = 0
     return {**inputs, **masks} if masks else None
 
 

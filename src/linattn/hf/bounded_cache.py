@@ -197,8 +197,7 @@ def _check_options(budget: int, bits: Bits | None, recall: Recall, config: objec
 
 def _refuse_prefix(model: object) -> None:
     """Refuse adapters of PEFT that put a cache of their own in the place of one that is passed."""
-    kind = getattr(getattr(model, "active_peft_config", None), "peft_type", None)
-    if kind in ("PREFIX_TUNING", "CARTRIDGE"):
+    if getattr(getattr(model, "active_peft_config", None), "peft_type", None) in ("PREFIX_TUNING", "CARTRIDGE"):
         raise ValueError(
             f"{type(model).__name__} is tuned by a prefix of keys, in a cache of its own that takes the place of the "
             "one that it is given; pass model.get_base_model(), or generate without a BoundedCache"

@@ -36,8 +36,7 @@ def fit_maps(model: PreTrainedModel, maps: Mapping[str, FittedMap], batches: Bat
 
     def answer(call: InterfaceCall) -> Tensor:
         """By its own attention, after the call is added to what is observed."""
-        observed = observations.get(call.module)
-        if observed is not None:
+        if (observed := observations.get(call.module)) is not None:
             key_mask, _ = call.read_mask(observed.module_name, call.key.shape[-2], takes_sinks=True)
             observed.add(call.query, call.key, key_mask, call.scale)
         return call.by_former()[0]

@@ -104,8 +104,7 @@ def _numbered_call(
     tokens = arguments.get("input_ids")
     tokens = arguments["inputs_embeds"][..., 0] if tokens is None else tokens
     first = parts.num_before(tokens.unsqueeze(-1), None)
-    positions = first.unsqueeze(-1) + torch.arange(tokens.shape[1], device=tokens.device)
-    return args, {**options, _POSITIONS: positions}
+    return args, {**options, _POSITIONS: first.unsqueeze(-1) + torch.arange(tokens.shape[1], device=tokens.device)}
 
 
 def _splittable(model: PreTrainedModel) -> list[LayerAttention]:
@@ -140,8 +139,7 @@ def _numbered(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 def _counts_from_zero(part: PreTrainedModel) -> bool:
     """Whether a model's tokens have the positions 0, 1, 2, … where none are given, tried on three of them."""
-    padding = getattr(part.config, "pad_token_id", None)
-    token = next(number for number in range(2) if number != padding)
+    token = 1 if getattr(part.config, "pad_token_id", None) == 0 else 0
     tokens = torch.full((1, 3), token, device=part.device)
     options = {"use_cache": False} if "use_cache" in inspect.signature(part.forward).parameters else {}
     run = partial(part, tokens, **options)

@@ -102,8 +102,7 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
             raise TypeError(
                 f"past_key_values must be a linattn.hf.StreamCache, got {type(cache).__name__}; or leave it out"
             )
-        num_before = 0 if cache is None else cache.get_seq_length()
-        key_mask = _key_mask(input_ids, attention_mask, num_before)
+        key_mask = _key_mask(input_ids, attention_mask, 0 if cache is None else cache.get_seq_length())
         is_cached = self.config.use_cache and not self.training if use_cache is None else use_cache
         if cache is None and is_cached and labels is None:
             cache = StreamCache(len(self.model.blocks))
@@ -151,8 +150,7 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
         """
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **options)
         model, loading_info = loaded
-        wrong = sorted(loading_info["missing_keys"] | loading_info["unexpected_keys"])
-        if wrong:
+        if wrong := sorted(loading_info["missing_keys"] | loading_info["unexpected_keys"]):
             raise ValueError(
                 f"the weights do not fit the model that config.json describes, missing there or without a place here: "
                 f"{', '.join(wrong)}; give the config they were saved with"

@@ -168,14 +168,12 @@ class LayerAttention(nn.Module):
 
     def _check_sinks(self, sinks: Tensor | None) -> None:
         """Refuse sinks where nothing could take them."""
-        if sinks is None:
-            return
-        if not self.takes_sinks:
+        if sinks is not None and not self.takes_sinks:
             raise ValueError(
                 f"{self.module_name} attends by {self.summary}, beside which sinks have no scale; give a map for "
                 "the softmax kernel with a positive normaliser, as FavorPlus"
             )
-        if self.attend_to_parts is not None:
+        if sinks is not None and self.attend_to_parts is not None:
             raise ValueError(
                 f"{self.module_name} has a part of each sequence (linattn.hf.context_parallel), which no sinks stand "
                 "beside; call the model outside of it"

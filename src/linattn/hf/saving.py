@@ -125,8 +125,7 @@ def write_linearized(model: PreTrainedModel, folder: Path) -> None:
 
 def _pairs(model: PreTrainedModel, record: ModelRecord, path: Path) -> list[tuple[AttentionModule, LayerRecord]]:
     """Each recorded layer with its attention module."""
-    modules = list(attention_modules(model))
-    place = path / RECORD
+    modules, place = list(attention_modules(model)), path / RECORD
     if len(modules) != record.num_layers:
         raise ValueError(
             f"{place} was written for {record.num_layers} attention layers, {record.model_class} has {len(modules)} "

@@ -43,15 +43,12 @@ def rebuild(record: Any) -> FeatureMap:
     if kind is None:
         raise ValueError(f"there is no feature map {name!r}; this linattn has {', '.join(_KINDS)}")
     check_size(name, record["options"])
-    options = {
-        option: rebuild(value) if isinstance(value, dict) else value for option, value in record["options"].items()
-    }
+    options = {name: rebuild(x) if isinstance(x, dict) else x for name, x in record["options"].items()}
     try:
         built: FeatureMap = kind(**options)
     except (TypeError, OverflowError) as error:
         raise ValueError(f"{name} cannot be built from {record['options']!r}: {error}") from error
-    missing = sorted(option for option in describe(built)["options"] if record["options"].get(option) is None)
-    if missing:
+    if missing := sorted(name for name in describe(built)["options"] if record["options"].get(name) is None):
         raise ValueError(f"{name} cannot be built from {record['options']!r}: {', '.join(missing)} is missing")
     return built
 

@@ -45,15 +45,13 @@ def uniform_average(
     else:
         total, count = values.sum(2, keepdim=True), count.sum(2, keepdim=True)
     mean = torch.where(count > 0, total / count.clamp(min=1.0), 0.0).to(value.dtype)
-    heads = mean.repeat_interleave(num_heads // value.shape[1], dim=1)
-    return heads.expand(-1, -1, num_queries, -1)
+    return mean.repeat_interleave(num_heads // value.shape[1], dim=1).expand(-1, -1, num_queries, -1)
 
 
 def visible_keys(query_index: Tensor, *, num_queries: int, num_keys: int, is_causal: bool) -> Tensor:
     """Which keys each of n chosen queries may attend to, (n, Lk) bool: all, or causally those j ≤ i + Lk − Lq."""
     keys = torch.arange(num_keys, device=query_index.device)
-    last = query_index + (num_keys - num_queries if is_causal else num_keys)
-    return keys <= last.unsqueeze(-1)
+    return keys <= (query_index + (num_keys - num_queries if is_causal else num_keys)).unsqueeze(-1)
 
 
 def softmax_log_rows(query: Tensor, key: Tensor, visible: Tensor, *, scale: float) -> Tensor:

@@ -245,8 +245,7 @@ def _silenced(x: Tensor, key_mask: Tensor | None) -> Tensor:
 def _places(x: Tensor, key_mask: Tensor | None, before: Tensor | None) -> Tensor:
     """The position of each token in its stream, (B, L) or (L,)."""
     if key_mask is not None:
-        places, _ = token_positions(key_mask, 0 if before is None else before)
-        return places
+        return token_positions(key_mask, 0 if before is None else before)[0]
     places = torch.arange(x.shape[1], device=x.device)
     return places if before is None else before.unsqueeze(1) + places
 

@@ -137,8 +137,7 @@ class LinearLM(nn.Module):
         widths = sorted({block.attention.embed_dim for block in held})
         if len(widths) != 1:
             raise ValueError(f"blocks must be at least one, and of one width, got {len(held)} of widths {widths}")
-        wrong = [place for place, block in enumerate(held) if not block.attention.is_causal]
-        if wrong:
+        if wrong := [place for place, block in enumerate(held) if not block.attention.is_causal]:
             raise ValueError(f"every block must have is_causal=True, got others at {wrong}")
         # A ModuleList is no Sequence in its annotations.
         self.blocks = cast("Sequence[Block]", nn.ModuleList(held))

@@ -62,8 +62,7 @@ class RedrawSchedule:
                 "a redraw in evaluation would change the model; call model.train() before training steps"
             )
         self.num_steps += 1
-        is_due = self.num_steps % self.every == 0
-        if is_due:
+        if is_due := self.num_steps % self.every == 0:
             self._draw()
         return is_due
 

@@ -74,8 +74,7 @@ class SoftmaxAttention(Attention):
             mask = None if heads.key_mask is None else heads.key_mask[:, at]
             key_bias, log_decay = gate_bias(heads.gates.cut(at), key_mask=mask)
             key, value = heads.key[:, :, at], heads.value[:, :, at]
-            new = KeptTokens(key, value, mask, key_bias.expand(key.shape[:3]))
-            past = extended(past, new, log_decay)
+            past = extended(past, KeptTokens(key, value, mask, key_bias.expand(key.shape[:3])), log_decay)
             outs.append(self._attend_to(heads.query[:, :, at], past))
         assert past is not None
         return torch.cat(outs, 2), past

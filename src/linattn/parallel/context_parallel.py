@@ -110,8 +110,7 @@ class SequenceParts:
         self, query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap, **options: Any
     ) -> Tensor:
         """The rows of `linattn.parallel.linear_attention`, which takes the options."""
-        lengths = self._lengths(key)
-        return linear_attention(query, key, value, feature_map, mesh=self.mesh, lengths=lengths, **options)
+        return linear_attention(query, key, value, feature_map, mesh=self.mesh, lengths=self._lengths(key), **options)
 
     def _lengths(self, key: Tensor) -> tuple[int, ...] | None:
         """Every rank's number of keys, where it is known."""
@@ -133,8 +132,7 @@ class SequenceParts:
         if not layer.is_causal:
             past = KeptTokens(part.key, part.value, None if mask is None else part.key_mask)
             return layer._attend_to(part.query, past)
-        start = views.starts[self.ranks.rank]
-        before = part.keys(slice(start))
+        before = part.keys(slice(views.starts[self.ranks.rank]))
         key_mask = None if mask is None else before.key_mask
         bias = None
         if before.gates is not None:

@@ -83,11 +83,10 @@ def linear_attention(
 
     Source: Sun et al. 2025 (LASP-2, arXiv 2502.07563), algorithms 1 and 2, for one all-gather of states.
     """
-    ranks, tokens = Ranks.of(mesh), (query, key, value)
+    ranks, tokens, weights = Ranks.of(mesh), (query, key, value), (key_mask, key_bias)
 
     def check() -> Part:
         check_backend(backend)
-        weights = key_mask, key_bias
         part = Part.checked(tokens, feature_map, weights, gates, is_causal=is_causal, enable_gqa=enable_gqa)
         if window is not None:
             check_window(window, feature_map, part.query.shape[2], part.key.shape[2], is_causal=is_causal)

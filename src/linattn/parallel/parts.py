@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -40,8 +41,7 @@ class Span(NamedTuple):
         """Span of these tokens and the later ones."""
         if later.log_decay is None or self.log_decay is None:
             return Span(self.state.merge(later.state), None)
-        state = self.state.decay(later.log_decay).merge(later.state)
-        return Span(state, self.log_decay + later.log_decay)
+        return Span(self.state.decay(later.log_decay).merge(later.state), self.log_decay + later.log_decay)
 
 
 def gathered(ranks: Ranks, spans: list[Span], anchor: Tensor) -> tuple[list[list[Span]], Tensor]:
@@ -71,9 +71,7 @@ def _unpacked(packed: Tensor, like: Span) -> Span:
 
 def joined(spans: list[Span], nothing: Span) -> State:
     """The state of all of them in order, after nothing."""
-    for span in spans:
-        nothing = nothing.then(span)
-    return nothing.state
+    return reduce(Span.then, spans, nothing).state
 
 
 class Part(NamedTuple):
@@ -213,8 +211,7 @@ def refuse_left_padding(first: Part) -> None:
     bias = first.bias
     if bias is None or not first.key.shape[2] or not has_values(bias):
         return
-    rows = (bias[..., 0] == -torch.inf).all(1).nonzero().flatten().tolist()
-    if rows:
+    if rows := (bias[..., 0] == -torch.inf).all(1).nonzero().flatten().tolist():
         raise ValueError(
             f"a window's blocks are counted from a row's first live token, and across ranks from the first one of all; "
             f"got rows {rows[:8]} that begin with a masked token: pad on the right"
@@ -282,8 +279,7 @@ def with_neighbours(ranks: Ranks, part: Part, views: Views) -> Part:
     sent = [packed[:, :, views.shared(rank, reader)].flatten() for reader in range(ranks.size)]
     shared = [views.shared(holder, rank) for holder in range(ranks.size)]
     received = [per_token * (at.stop - at.start) for at in shared]
-    sizes = tuple(map(len, sent))
-    flat, query = Exchange.apply(ranks, sizes, tuple(received), torch.cat(sent), part.query)
+    flat, query = Exchange.apply(ranks, tuple(map(len, sent)), tuple(received), torch.cat(sent), part.query)
     pieces = [piece.view(*packed.shape[:2], -1, packed.shape[3]) for piece in flat.split(received)]
     pieces[rank] = packed
     return _unpacked_tokens(torch.cat(pieces, 2), part._replace(query=query))

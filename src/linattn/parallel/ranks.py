@@ -238,9 +238,7 @@ def _exchanged(group: dist.ProcessGroup, fields: Fields, lengths: Sequence[int],
 
 def _differences(calls: list[Fields]) -> str:
     """Who has what, field by field."""
-    refusals = [
-        f"rank {rank} refuses its call: {call[_REFUSAL]}" for rank, call in enumerate(calls) if _REFUSAL in call
-    ]
+    refusals = [f"rank {n} refuses its call: {call[_REFUSAL]}" for n, call in enumerate(calls) if _REFUSAL in call]
     names = list(dict.fromkeys(name for call in calls for name in call if name != _REFUSAL))
     if len({call.get("call") for call in calls}) > 1:
         names = [name for name in names if all(name in call for call in calls)]

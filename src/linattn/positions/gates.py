@@ -202,8 +202,7 @@ def spans(log_forget: Tensor) -> Iterator[slice]:
         return
     fallen, start = fallen.cpu(), 0
     while start < length:
-        limit = fallen[:, start : start + 1] + _LONGEST_FALL
-        end = int(torch.searchsorted(fallen, limit, right=True).min())
+        end = int(torch.searchsorted(fallen, fallen[:, start : start + 1] + _LONGEST_FALL, right=True).min())
         yield slice(start, end)
         start = end
 

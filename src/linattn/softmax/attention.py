@@ -116,8 +116,7 @@ def softmax_partial(
     """
     query, key, value, bias = checked((query, key, value), key_mask, key_bias, enable_gqa=enable_gqa)
     key, value = inert(bias, key, value)
-    groups = query.shape[1] // max(key.shape[1], 1)
-    k, v = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    k, v = (x.repeat_interleave(query.shape[1] // max(key.shape[1], 1), dim=1) for x in (key, value))
     logits = _logit_bias(query, key, bias, is_causal=is_causal)
     with outside_autocast(query.device):
         return softmax_rows(query, k, v, logits, query.shape[-1] ** -0.5 if scale is None else scale)

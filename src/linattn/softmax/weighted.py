@@ -40,8 +40,7 @@ def read(query: Tensor, tokens: Tokens, scale: float, *, is_causal: bool, with_l
     rows = query.flatten(2, 3).to(dtype)
     bias = tokens.bias.unsqueeze(2)
     if is_causal and number > 1:
-        visible = causal_mask(number, bias.shape[-1], bias.device)
-        bias = torch.where(visible, bias, -torch.inf)
+        bias = torch.where(causal_mask(number, bias.shape[-1], bias.device), bias, -torch.inf)
         bias = bias.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(2, 3)
     key, value = tokens.key.to(dtype), tokens.value.to(dtype)
     # torch's kernels tell no log-normaliser, and under torch.func take a bias that gradients follow for a constant.

@@ -124,8 +124,7 @@ class WorkFolder:
         """
         damages: dict[Path, str] = {}
         for checkpoint in reversed(self._checkpoints(training)):
-            damage = _damage(checkpoint)
-            if damage is None:
+            if (damage := _damage(checkpoint)) is None:
                 break
             damages[checkpoint] = damage
         else:

@@ -254,8 +254,7 @@ def learning_rate_factor(step: int, share: float) -> float:
 
 def _accelerator(work: WorkFolder | None) -> Accelerator:
     """An accelerator that leaves the model where it is, with curves for TensorBoard where there is a folder."""
-    logs = None if work is None else work.logs
-    log_with = None if logs is None else "tensorboard"
+    logs, log_with = (None, None) if work is None else (work.logs, "tensorboard")
     accelerator = Accelerator(device_placement=False, mixed_precision="no", log_with=log_with, project_dir=logs)
     if accelerator.num_processes not in (1, Processes.of_this_run().size):
         raise ValueError(
