@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
@@ -83,8 +84,9 @@ class AskedMask:
 
     def to(self, device: Any, *_: Any, **__: Any) -> AskedMask:
         """On another device, as accelerate moves what a layer is given there."""
-        moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.options.items()}
-        return replace(self, options={**moved, "device": torch.device(device)}, built={})
+        # A static cache gives its offset as a tensor, too.
+        sizes, moved = tree_map_only(Tensor, lambda x: x.to(device), (self.sizes, self.options))
+        return replace(self, sizes=sizes, options={**moved, "device": torch.device(device)}, built={})
 
     def contiguous(self) -> AskedMask:
         """Itself: `generate` asks it of the masks that it makes ahead of a static cache's steps."""
