@@ -356,5 +356,5 @@ def test_decoders_beside_an_encoder(build, family):
         made = model.generate(**inputs, **options, past_key_values=cache, num_beams=beams)
         if beams == 1:
             assert torch.equal(made, wanted)
-    with pytest.raises(ValueError, match=r"EncoderDecoderCache\(BoundedCache\(model\), DynamicCache\(\)\)"):
+    with pytest.raises(ValueError, match=r"EncoderDecoderStates\(BoundedCache\(model\), DynamicCache\(\)\)"):
         model.generate(**inputs, **options, past_key_values=BoundedCache(model, config=ENOUGH))

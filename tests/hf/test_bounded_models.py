@@ -86,9 +86,10 @@ def by_its_name(module, *args, **options):
 
 
 @pytest.mark.parametrize("way", ["bounded", "linearized"])
-def test_a_function_that_asks_for_its_name_is_told_it(language_model, way):
-    AttentionInterface.register("by_its_name", by_its_name)
-    AttentionMaskInterface.register("by_its_name", sdpa_mask)
+def test_a_function_that_asks_for_its_name_is_told_it(language_model, monkeypatch, way):
+    # Registered, and not left there.
+    monkeypatch.setitem(AttentionInterface._global_mapping, "by_its_name", by_its_name)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "by_its_name", sdpa_mask)
     model = language_model("llama")
     model.set_attn_implementation("by_its_name")
     wanted = logits(model)

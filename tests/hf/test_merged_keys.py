@@ -124,7 +124,7 @@ def test_a_decoder_beside_an_encoder_is_refused_where_it_is_named(build):
     decoders = [number for number, name in enumerate_modules(model) if ".decoder." in name and "self_attn" in name]
     with pytest.raises(ValueError, match="is causal") as told:
         linearize_(model, method=ENOUGH, layers=decoders)
-    assert "transformers.EncoderDecoderCache(linattn.hf.BoundedCache(model, config=" in str(told.value)
+    assert "linattn.hf.EncoderDecoderStates(linattn.hf.BoundedCache(model, config=" in str(told.value)
     write(str(told.value), model, {"input_ids": IDS, "max_new_tokens": 3})
 
 

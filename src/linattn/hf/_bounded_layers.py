@@ -95,7 +95,7 @@ class BoundedLayer(RecordingLayer[MergedState]):
         if not getattr(call.module, "is_causal", False):
             raise ValueError(
                 f"{type(call.module).__name__} is not causal and was given the cache of {self.module_name}; for the "
-                "self-attention of an encoder-decoder write EncoderDecoderCache(BoundedCache(model), DynamicCache())"
+                "self-attention of an encoder-decoder write EncoderDecoderStates(BoundedCache(model), DynamicCache())"
             )
         if hasattr(call.module, ATTRIBUTE):
             raise RuntimeError(

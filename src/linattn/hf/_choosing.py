@@ -68,7 +68,7 @@ def _bounded_cache(model: PreTrainedModel, config: MergedKV) -> str:
     config = replace(config, window=config.window or _WINDOW)
     cache = f"linattn.hf.BoundedCache(model, config=linattn.{config!r})"
     if model.config.is_encoder_decoder:
-        return f"transformers.EncoderDecoderCache({cache}, transformers.DynamicCache())"
+        return f"linattn.hf.EncoderDecoderStates({cache}, transformers.DynamicCache())"
     return cache
 
 

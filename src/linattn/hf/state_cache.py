@@ -123,9 +123,9 @@ class StateCache(TextCache):
     itself. To continue a text, give the same cache again; to try several continuations, continue from `fork`. A call
     that ends by an error leaves it between two tokens, and the next call refuses it: go on from a fork.
 
-    An encoder-decoder takes it for its self-attention: `EncoderDecoderCache(StateCache(model), DynamicCache())`. A pass
-    that records gradients keeps the graph alive through the states. Whisper's `generate` with return_dict_in_generate
-    takes the keys of its cache apart, of which there are none here: pass it an ordinary cache.
+    An encoder-decoder takes it for its self-attention: `EncoderDecoderStates(StateCache(model), DynamicCache())`. A
+    pass that records gradients keeps the graph alive through the states. Whisper's `generate` with
+    return_dict_in_generate takes the keys of its cache apart, of which there are none here: pass it an ordinary cache.
 
     Args:
         model: a linearized model; the cache serves it and copies of it.
