@@ -20,7 +20,7 @@ from result_file import put_in_place, read_rows, write_rows
 HERE = Path(__file__).parent
 NOT_CLAIMS = {"run", "measuring", "ranks", "result_file"}
 # Hours, or a GPU: run by themselves.
-LONG = {"language_models_at_equal_time", "gpu_kernels"}
+LONG = {"language_models_at_equal_time", "gpu_kernels", "bounded_cache_on_a_gpu"}
 ONE = "--one"
 
 

@@ -1,0 +1,142 @@
+"""Everything stays on the device of the tensors: fake ones on a device that is not there refuse those of the CPU.
+
+What is computed on a GPU is held by the files test_cuda.py, which need one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+import layers
+import linattn
+from grid import CAUSAL_MAPS, MAPS, build, qkv, tokens
+from linattn import MergedKV, positions
+
+# A device type that every build of torch can name, and none has.
+ELSEWHERE = "lazy"
+LENGTH = 20
+CONFIGS = (
+    MergedKV(4, 6, bits=None),
+    MergedKV(2, 5, bits=(4, 3)),
+    MergedKV(2, 6, bits=4, coded=((4, 4), (5, 2))),
+    MergedKV(3, 0, coded=((7, 3.5),)),
+)
+
+
+@pytest.fixture(autouse=True)
+def _named_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch asks for a module of the device's name, and knows no autocast there."""
+    own = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, ELSEWHERE, torch.cpu, raising=False)
+    monkeypatch.setattr(
+        torch, "is_autocast_enabled", lambda kind=None: kind != ELSEWHERE and own(*filter(None, [kind]))
+    )
+
+
+def stays_there(call: Callable[..., object], given: list[Tensor], *modules: nn.Module) -> None:
+    """The law, for a call of these tensors and the modules that it uses."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        for module in modules:
+            module.requires_grad_(False)._apply(lambda x: mode.from_tensor(x).to(f"{ELSEWHERE}:0"))
+        found = call(*(mode.from_tensor(x).to(f"{ELSEWHERE}:0") for x in given))
+    devices = [x.device.type for x in pytree.tree_leaves(found) if isinstance(x, Tensor)]
+    assert devices
+    assert set(devices) == {ELSEWHERE}
+
+
+def masked() -> list[Tensor]:
+    """Query, key, value, mask and bias."""
+    return [*qkv(num_queries=LENGTH, num_keys=LENGTH), tokens(2, LENGTH) > -0.8, tokens(2, 2, LENGTH, seed=8)]
+
+
+def test_tensors_of_the_cpu_are_refused() -> None:
+    """What the laws below rest on."""
+    query, key, value = qkv()
+    with pytest.raises(Exception, match="device"):
+        stays_there(lambda q, k: q @ k.mT + tokens(37, 37), [query[:, :2], key])
+    with pytest.raises(ValueError, match="device"):
+        stays_there(lambda q, k: linattn.softmax_attention(q, k, value, enable_gqa=True), [query, key])
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("name", MAPS)
+def test_calls_with_any_map(name: str, is_causal: bool, backend: str) -> None:
+    if is_causal and name not in CAUSAL_MAPS:
+        return
+    options = {"is_causal": is_causal, "enable_gqa": True, "backend": backend}
+    feature_map = build(name)
+    windows = (None, 4) if feature_map.softmax_kernel and feature_map.positive_normalizer else (None,)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, bias: Tensor) -> object:
+        options["key_mask"], options["key_bias"] = mask, bias
+        return [linattn.linear_partial(query, key, value, feature_map, window=each, **options) for each in windows]
+
+    stays_there(attend, masked(), feature_map)
+
+
+@pytest.mark.parametrize("name", CAUSAL_MAPS)
+def test_streams_with_any_map(name: str) -> None:
+    feature_map = build(name)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> object:
+        first = linattn.linear_attention_with_state(query, key, value, feature_map, enable_gqa=True)
+        token = [x[:, :, :1] for x in (query, key, value)]
+        later = linattn.linear_attention_with_state(*token, feature_map, first.state, enable_gqa=True)
+        return first, later, later.state.read(feature_map, query)
+
+    stays_there(attend, masked()[:3], feature_map)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.label)
+def test_streams_of_merged_keys(config: MergedKV) -> None:
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> object:
+        first = linattn.merged_attention_with_state(query, key, value, config, enable_gqa=True, key_mask=mask)
+        token = [x[:, :, :1] for x in (query, key, value)]
+        later = linattn.merged_attention_with_state(*token, config, first.state, enable_gqa=True)
+        last = linattn.merged_attention_with_state(query, key, value, config, later.state, enable_gqa=True).state
+        return first, later, last, last.tokens(), last.read(query)
+
+    stays_there(attend, masked()[:4])
+
+
+@pytest.mark.parametrize("config", [MergedKV(None, 6, bits=None), MergedKV(7, 20, bits=None)], ids=str)
+def test_merged_keys_without_causality(config: MergedKV) -> None:
+    stays_there(
+        lambda q, k, v, m, b: linattn.merged_attention(q, k, v, config, key_mask=m, key_bias=b, enable_gqa=True),
+        masked(),
+    )
+
+
+def test_gates_positions_and_softmax() -> None:
+    feature_map = build("FavorPlus")
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, bias: Tensor) -> object:
+        options, gates = {"key_mask": mask, "enable_gqa": True}, positions.Gates(-bias.square())
+        return (
+            linattn.softmax_attention(query, key, value, key_bias=bias, is_causal=True, **options),
+            positions.gated_attention_with_state(query, key, value, feature_map, gates, **options),
+            positions.rotary(query, key, mask.long().cumsum(-1)),
+            positions.relative_bias_attention(
+                query, key, value, feature_map, torch.cat((bias[0], bias[0]), -1)[:, 1:], **options
+            ),
+        )
+
+    stays_there(attend, masked(), feature_map)
+
+
+@pytest.mark.parametrize("kind", layers.LAYERS)
+def test_layers(kind: str) -> None:
+    layer = layers.LAYERS[kind](is_causal=True)
+
+    def attend(x: Tensor) -> object:
+        first = layer.forward_with_state(x)
+        return layer(x), first, layer.forward_with_state(x[:, :1], first.state)
+
+    stays_there(attend, [layers.tokens(2, 9)], layer)
