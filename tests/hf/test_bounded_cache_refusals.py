@@ -182,3 +182,18 @@ def test_a_call_that_broke_off_between_two_layers(model):
     with pytest.raises(RuntimeError, match=r"have seen different numbers of tokens \(13, 12\)"):
         model(IDS[:, :1], past_key_values=cache)
     model(IDS[:, :1], past_key_values=fork)
+
+
+@pytest.mark.parametrize(
+    "enter", [lambda model: BoundedCache(model, config=FEW), lambda model: linearize_(model, "Taylor")]
+)
+def test_eager_attention_that_asks_for_its_own_name(build, enter):
+    """GPT-2's casts to float32 under the name of eager attention alone."""
+    model = build("gpt2", head=LANGUAGE_HEADS["gpt2"], reorder_and_upcast_attn=True, attn_implementation="eager")
+    before = model(IDS).logits
+    with pytest.raises(ValueError, match=r"reorder_and_upcast_attn.*attn_implementation=\"sdpa\""):
+        enter(model)
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(model(IDS).logits, before)
+    model.set_attn_implementation("sdpa")
+    enter(model)

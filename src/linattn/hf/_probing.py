@@ -146,6 +146,12 @@ def probe(
 
     Of a model that reads pictures too some tokens are said to be of one, or none are.
     """
+    upcasts = any(getattr(module, "reorder_and_upcast_attn", False) for module in model.modules())
+    if upcasts and model.config._attn_implementation == "eager":
+        raise ValueError(
+            f"{type(model).__name__} has reorder_and_upcast_attn, which its eager attention alone obeys and linattn "
+            'would turn off; load it with attn_implementation="sdpa", or with reorder_and_upcast_attn=False'
+        )
     with _undisturbed(model):
         samples = [on_device(inputs, model.device) for inputs in (example, sample) if inputs is not None]
         errors = []
