@@ -106,7 +106,8 @@ def kl_words() -> str:
     return (
         f"*KL divergence from the full cache against bytes of the KV cache: {header.model} in {header.dtype}, "
         f"{length:,} tokens of each of {', '.join(header.texts)}, mean over passages. Sinks + window in few bits: the "
-        "bits with the least KL at each budget. Hollow marks: every token is kept one by one, none merged or evicted.*"
+        "bits with the least KL at each budget. Lower and farther left is better. Hollow marks: every token is kept "
+        "one by one, none merged or evicted.*"
     )
 
 

@@ -19,7 +19,7 @@ from linattn_lab.kv_audit.methods import num_unmerged
 from linattn_lab.kv_audit.names import BOUNDED, FULL
 from linattn_lab.report.memory.summary import MemoryLine, MemorySummary, summarise_memory
 from linattn_lab.report.memory.words import nats, setting_words, table_at
-from site_tables import table
+from site_tables import ARROWS, table
 
 MEMORY = Path(__file__).parent / "memory.json"
 # The budget and the head width of the table of what fits.
@@ -54,15 +54,18 @@ def readme_table() -> str:
     passages = "one passage" if header.num_passages == 1 else f"{header.num_passages} passages"
     words = (
         f"{header.model} in {header.dtype}, {passages} of {length:,} tokens of each of {', '.join(header.texts)}, "
-        f"budget {budget:,} tokens per layer and key/value head, {threads}. "
-        f"KV cache: bytes of the {len(header.layers)} layers that are bounded, without the {header.num_exact} others. "
+        f"budget {budget:,} tokens per layer and key/value head, {threads}. {ARROWS} "
+        f"KV cache: the {len(header.layers)} layers that are bounded, without the {header.num_exact} others. "
         "Fit unmerged: share of the tokens that are read before any is merged or evicted. "
         "KL: mean KL divergence from the full cache's predictions, in nats. "
-        "Needles: share of the answers' tokens predicted, of numbers stated once at "
+        "Needles: accuracy of needle retrieval, the share of the answers' tokens predicted, of numbers stated once at "
         f"{', '.join(full.facts)} of the text. "
-        "Windows in few bits: those of the least KL or the most needles."
+        "Quantized windows: only those of the least KL and of the most needles."
     )
-    head = ("method", "KV cache, MB", "fit unmerged", "KL", "needles", "prefill time ÷ full", "tokens/s ÷ full")
+    head = (
+        *("method", "KV cache, MB ↓", "fit unmerged ↑", "KL ↓", "needles ↑", "prefill time ÷ full ↓"),
+        "decode tokens/s ÷ full ↑",
+    )
     lines = (line for line in (*baselines, *audit.at(length, budget)) if line.method != _NOT_IN_README)
     rows = [_row(line, full) for line in lines]
     return f"{words}\n\n{table(head, rows)}"

@@ -1,4 +1,4 @@
-"""The table of docs/how_to/which_models.md, from docs/architectures.json (python tests/architecture_uses.py)."""
+"""The tables of docs/how_to/which_models.md, from docs/architectures.json (python tests/architecture_uses.py)."""
 
 from __future__ import annotations
 
@@ -8,77 +8,86 @@ from pathlib import Path
 from site_tables import table
 
 ARCHITECTURES = Path(__file__).parent / "architectures.json"
-KINDS = {
-    "decoder": "Decoders",
-    "encoder": "Encoders",
-    "vision": "Pictures",
-    "audio": "Sound",
-    "both sides": "An encoder and a decoder",
+DECODER = "decoder"
+# Kinds whose layers `linearize_` alone replaces, and their headings.
+OTHERS = {
+    "encoder": "Text encoders",
+    "vision": "Vision encoders",
+    "audio": "Audio encoders",
+    "both sides": "Encoder-decoders",
 }
-_FORWARD = ("forward", "padding", "batch = alone")
-_GENERATION = ("greedy", "beams", "sampling", "left padding", "prompt lookup")
-_ENDS = ("small window", "save and load", "restore")
-_BOUNDED = (*(f"bounded {use}" for use in _GENERATION), "small budget")
+_LINEARIZE, _BOUND = "linearize_", "BoundedCache"
+# Fields of a row that are no uses.
+_ABOUT = {"class", "kind", _LINEARIZE, _BOUND}
+
+Row = dict[str, str]
 
 
 def models_table() -> str:
-    """Each architecture, by kind: which of its layers are replaced, and whether each use works, or why none does."""
-    rows = json.loads(ARCHITECTURES.read_text(encoding="utf-8"))
-    head = ("model", "linearized layers", "forward, padding, batch", "generation", "small window, save, restore")
-    parts = []
-    for kind, words in KINDS.items():
-        found = {name: row for name, row in rows.items() if row["kind"] == kind}
-        working = {name: row for name, row in found.items() if not row["linearize_"].startswith("refused")}
-        lines = (
-            (
-                f"{name} (`{row['class']}`)",
-                _layers(row),
-                *(_cells(row, uses) for uses in (_FORWARD, _GENERATION, _ENDS)),
-            )
-            for name, row in working.items()
-        )
-        parts += [f"**{words}**", "", table(head, lines), ""]
-        if kind == "decoder":
-            parts += [table(("generation from a bounded cache", "bounded layers", "uses"), _bounded(found)), ""]
-        refused = [(f"{name} (`{row['class']}`)", _reason(row)) for name, row in found.items() if name not in working]
-        if refused:
-            parts += [table(("refused at once", "because"), refused), ""]
-    return "\n".join(parts).rstrip()
+    """Each architecture by kind and name: layers that are bounded or replaced, uses that work, reasons of a refusal."""
+    rows = dict(sorted(json.loads(ARCHITECTURES.read_text(encoding="utf-8")).items(), key=lambda row: row[0].lower()))
+    decoders = {name: row for name, row in rows.items() if row["kind"] == DECODER}
+    head = ("model", "class", "`BoundedCache` bounds", "`linearize_` replaces", "uses")
+    parts = [
+        "### Decoders",
+        _counted(decoders),
+        table(head, (_named(name, row, (_BOUND, _LINEARIZE)) for name, row in decoders.items())),
+    ]
+    for kind, heading in OTHERS.items():
+        lines = (_named(name, row, (_LINEARIZE,)) for name, row in rows.items() if row["kind"] == kind)
+        parts += [f"### {heading}", table((*head[:2], *head[3:]), lines)]
+    return "\n\n".join(
+        [*parts, "### Why a model is refused", table(("because", "`BoundedCache`", "`linearize_`"), _reasons(rows))]
+    )
 
 
-def _bounded(rows: dict[str, dict[str, str]]) -> list[tuple[str, str, str]]:
-    """Decoders in groups of those for which a bounded cache does alike."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name, row in rows.items():
-        is_refused = row["BoundedCache"].startswith("refused")
-        cells = (
-            ("none", _reason(row, "BoundedCache"))
-            if is_refused
-            else (_layers(row, "BoundedCache"), _cells(row, _BOUNDED))
-        )
-        groups.setdefault(cells, []).append(name)
-    return [("; ".join(names), *cells) for cells, names in groups.items()]
+def _counted(decoders: dict[str, Row]) -> str:
+    """How many decoders' caches are bounded, in all layers or some."""
+    layers = [_layers(row, _BOUND) for row in decoders.values()]
+    refused, none = layers.count("refused"), sum(words.startswith("0 of") for words in layers)
+    every = layers.count("all")
+    return (
+        f"Of {len(layers)} configurations `BoundedCache` bounds all layers of {every}, some layers of "
+        f"{len(layers) - every - none - refused}, leaves {none} whose layers all have a short sliding window, and "
+        f"refuses {refused}."
+    )
 
 
-def _layers(row: dict[str, str], way: str = "linearize_") -> str:
+def _named(name: str, row: Row, ways: tuple[str, ...]) -> tuple[str, ...]:
+    """One architecture."""
+    return name, f"`{row['class']}`", *(_layers(row, way) for way in ways), _uses(row)
+
+
+def _layers(row: Row, way: str) -> str:
     """How many layers are replaced, or bounded."""
+    if row[way].startswith("refused"):
+        return "refused"
     return row[way].partition(": ")[2].removesuffix(" layers") or "all"
 
 
-def _cells(row: dict[str, str], uses: tuple[str, ...]) -> str:
-    """Of several uses, that they work, or those that are no uses of this model, or what is refused."""
-    found = {use: row[use] for use in uses if use in row}
-    absent = [use for use, cell in found.items() if cell == "-"]
-    refused = [f"{use}: {cell}" for use, cell in found.items() if cell.startswith("refused")]
+def _uses(row: Row) -> str:
+    """Whether all uses of a model work, which of them softmax does not have, and which are refused."""
+    uses = [(use.removeprefix("bounded "), cell) for use, cell in row.items() if use not in _ABOUT]
+    refused = dict.fromkeys(f"{use}: {cell}" for use, cell in uses if cell.startswith("refused"))
+    absent = dict.fromkeys(use for use, cell in uses if cell == "-")
     if refused:
         return "; ".join(refused)
-    if len(absent) == len(found):
-        return ""
-    names = [use.removeprefix("bounded ") for use in absent]
-    return "works" + (f" (softmax has no {', '.join(names)})" if names else "")
+    if not uses:
+        return "–"
+    return "all work" + (f"; softmax has no {', '.join(absent)}" if absent else "")
 
 
-def _reason(row: dict[str, str], way: str = "linearize_") -> str:
+def _reasons(rows: dict[str, Row]) -> list[tuple[str, str, str]]:
+    """Each reason, with the models that each function refuses for it."""
+    reasons: dict[str, tuple[list[str], list[str]]] = {}
+    for name, row in rows.items():
+        for place, way in enumerate((_BOUND, _LINEARIZE)):
+            if row.get(way, "").startswith("refused"):
+                reasons.setdefault(_reason(row, way), ([], []))[place].append(name)
+    return [(reason, *("; ".join(names) or "–" for names in refused)) for reason, refused in reasons.items()]
+
+
+def _reason(row: Row, way: str) -> str:
     """Why no layer is replaced, or bounded, without the model's name, which stands beside it."""
     words = row[way].removeprefix("refused: ")
     reason = (words.partition(": ")[2] or words).removesuffix("; generate without a BoundedCache")

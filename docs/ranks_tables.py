@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from site_tables import Row, claims_table, table
+from benchmark_tables import claims_table
+from site_tables import Row, table
 
 _BYTES, _SCALE = "ranks_send_states_of_constant_size", "sequences_split_over_ranks_scale"
 # The simulated network, and what is measured: two heads of 256 features and 64 values, float32.

@@ -9,6 +9,7 @@ Row = dict[str, Any]
 
 # States and caches are counted in float32.
 BYTES = 4
+UNIFORM = "uniform attention (mean of the values)"
 # An error of at least so much of averaging's is no better than averaging: draws and texts differ by that.
 _NO_BETTER = 0.9
 
@@ -30,6 +31,9 @@ def cache_bytes(audit: Row) -> int:
     return BYTES * numbers
 
 
+ARROWS = "↓: lower is better, ↑: higher is better."
+
+
 def time_words(line: Row) -> str:
     """The whole model's time under a method over softmax's; nothing where an audit took no times."""
     time = line.get("time")
@@ -41,76 +45,24 @@ def picture_words(audit: Row) -> str:
     averaging = audit["baselines"][1]["error"]
     return (
         f"*Relative output error against bytes per head in float32, {audit['model']}, {audit['tokens']} tokens of "
-        f"{audit['text']}, mean over {audit['heads']} heads. Averaging the values has {averaging:.2f}, exact attention "
-        f"0 at {cache_bytes(audit):,} bytes. Centres are those of expansions; w is an exact window; merged keys "
-        "have no map.*"
+        f"{audit['text']}, mean over {audit['heads']} heads. Lower and farther left is better. Uniform attention has "
+        f"{averaging:.2f}, exact attention 0 at {cache_bytes(audit):,} bytes. Centres: of expansions; w: an exact "
+        "window. Merged keys have no map.*"
     )
-
-
-def figure(row: Row) -> float:
-    """A row's number, or the median of its repeats."""
-    found: float = row["figure"] if isinstance(row["figure"], float) else row["figure"]["median"]
-    return found
-
-
-def measured(row: Row) -> str:
-    """A row's number with its unit, for people."""
-    number = figure(row)
-    text = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-    return f"{text} {row['unit']}".strip()
-
-
-def machine_words(lines: list[Row]) -> str:
-    """The machines of some rows."""
-    kinds = dict.fromkeys(
-        f"{at['threads']} thread{'' if at['threads'] == 1 else 's'} of one {at['processor']} ({at['vectors']}), torch "
-        f"{at['torch']}"
-        for at in (line["machine"] for line in lines)
-    )
-    return "; ".join(kinds)
-
-
-def claims_table(lines: list[Row], benchmark: str) -> str:
-    """The rows of one benchmark, and their machine."""
-    found = [line for line in lines if line["benchmark"] == benchmark]
-    rows = [(line["claim"], measured(line), verdict(line)) for line in found]
-    return f"{table(('claim', 'measured', 'verdict'), rows)}\n\n{machine_words(found)}."
-
-
-def crossover_table(lines: list[Row]) -> str:
-    """From which length linear attention is faster than exact attention, and on which machine."""
-    found = [line for line in lines if line["benchmark"] == "crossover_with_sdpa"]
-    rows = [(*line["claim"].split(", ")[1:], measured(line)) for line in found]
-    return f"{table(('direction', 'random features', 'faster from'), rows)}\n\n{machine_words(found)}."
-
-
-def verdict(line: Row) -> str:
-    """Whether a figure meets its mark."""
-    bound = line["bound"].replace(">=", "≥").replace("<=", "≤")
-    return f"wanted {bound}: {'holds' if line['holds'] else '**missed**'}"
-
-
-def misses_table(lines: list[Row]) -> str:
-    """Every figure that misses its mark."""
-    found = [line for line in lines if not line["holds"]]
-    rows = [(line["claim"], measured(line), line["bound"].replace(">=", "≥").replace("<=", "≤")) for line in found]
-    return f"{len(found)} of {len(lines)}:\n\n{table(('claim', 'measured', 'wanted'), rows)}"
 
 
 def no_better_table(audit: Row) -> str:
     """Methods whose error is about that of averaging the values."""
     found = [line for line in audit["lines"] if line["ratio"] >= _NO_BETTER]
     rows = [(method_label(line), f"{line['error']:.2f}", f"{line['ratio']:.2f}") for line in found]
-    return table(("method", "relative output error", "over averaging's"), rows)
+    return table(("method", "relative output error ↓", "÷ uniform attention's error ↓"), rows)
 
 
 def encoder_table(audit: Row) -> str:
-    """The README's encoder: methods beside exact attention and averaging the values."""
+    """The README's encoder: methods beside exact and uniform attention."""
     rows = [
         (name, "–", f"{base['error']:.2f}", f"{base['cosine']:.3f}", time)
-        for base, name, time in zip(
-            audit["baselines"], ("exact attention", "averaging the values"), ("1", "–"), strict=True
-        )
+        for base, name, time in zip(audit["baselines"], ("exact attention", UNIFORM), ("1", "–"), strict=True)
     ]
     rows[0] = (rows[0][0], f"{cache_bytes(audit):,}", *rows[0][2:])
     rows += [
@@ -124,8 +76,11 @@ def encoder_table(audit: Row) -> str:
         for line in audit["lines"]
         if (line["method"], line["features"]) in _SHOWN_METHODS
     ]
-    words = f"{audit['model']}, {audit['tokens']} tokens of {audit['text']}, mean over {audit['heads']} heads."
-    head = ("method", "bytes a head", "relative output error", "embedding cosine", "model's time ÷ softmax's")
+    words = (
+        f"{audit['model']}, {audit['tokens']} tokens of {audit['text']}, mean over {audit['heads']} heads. Bytes: keys "
+        f"and values, or the state, of one head in float32. Cosine: of the embedding with softmax's. {ARROWS}"
+    )
+    head = ("method", "bytes ↓", "relative output error ↓", "cosine ↑", "model's time ÷ softmax's ↓")
     return f"{words}\n\n{table(head, rows)}"
 
 

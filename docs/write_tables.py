@@ -16,27 +16,21 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmark_tables import benchmark_table, claims_table, crossover_table, misses_table
+from benchmark_words import words_of
+from claims_tables import claims_page, claims_words
 from draw_figures import drawings, kl_words
 from explorer_figures import explorer_frame, take_explorer
 from linattn.records.atomic import atomic_file
 from linattn_lab.report.audit.summary import summarise_audit
-from linattn_lab.report.claims.summary import SOURCES, summarise_claims
+from linattn_lab.report.claims.summary import summarise_claims
 from memory_tables import MEMORY, memory_table, readme_table, room_table, take_memory
 from models_table import models_table
 from ranks_tables import ranks_bytes, ranks_scale, ranks_simulation
-from site_tables import (
-    claims_table,
-    crossover_table,
-    encoder_table,
-    misses_table,
-    no_better_table,
-    picture_words,
-    time_words,
-)
+from site_tables import ARROWS, UNIFORM, encoder_table, no_better_table, picture_words, time_words
 from write_cli import cli_page
 from write_schema import schema_page
 
@@ -136,15 +130,16 @@ def audit_table(audit: dict[str, Any]) -> str:
     """Each method's error and costs beside both baselines."""
     rows = [
         f"`linattn audit --full` on {audit['model']}, {audit['tokens']} tokens of {audit['text']}, mean over "
-        f"{audit['heads']} heads, linattn-compiled {audit['compiled']}:",
+        f"{audit['heads']} heads, linattn-compiled {audit['compiled']}. Numbers: in the state of one head. FLOPs: of "
+        f"one head, per token. Cosine: of the model's embedding with softmax's. {ARROWS}",
         "",
-        "| method | numbers per head | FLOPs per token | model's time / softmax's | relative output error | error over "
-        "averaging's | cosine |",
+        "| method | numbers ↓ | FLOPs ↓ | model's time ÷ softmax's ↓ | relative output error ↓ | ÷ uniform attention's "
+        "error ↓ | cosine ↑ |",
         "|---|---|---|---|---|---|---|",
     ]
     averaging = audit["baselines"][1]["error"]
     for base in audit["baselines"]:
-        name = {"exact": "*exact softmax*", "uniform": "*averaging the values*"}[base["name"]]
+        name = {"exact": "*exact softmax*", "uniform": f"*{UNIFORM}*"}[base["name"]]
         time = "1" if base["name"] == "exact" else ""
         figures = f"{base['error']:.2f} | {base['error'] / averaging:.2f} | {base['cosine']:.3f}"
         rows.append(f"| {name} | | | {time} | {figures} |")
@@ -157,37 +152,6 @@ def audit_table(audit: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def benchmark_table(lines: list[dict[str, Any]]) -> str:
-    """Every claim with its figure, its bound, and whether it holds; the machine once, and in rows of another."""
-    machine = json.loads(Counter(json.dumps(line["machine"]) for line in lines).most_common(1)[0][0])
-    rows = [
-        f"{_threads(machine)} of one {machine['processor']} ({machine['vectors']}), torch {machine['torch']}; 8 heads, "
-        "D = 64, 256 features, float32, unless a row says otherwise. Figures are medians, with the spread of "
-        "interleaved repeats.",
-        "",
-        "| figure | measured | wanted | verdict |",
-        "|---|---|---|---|",
-    ]
-    for row in lines:
-        verdict = "holds" if row["holds"] else "**missed**"
-        bound = row["bound"].replace(">=", "≥").replace("<=", "≤")
-        claim = f"{row['claim']}{_difference(row['machine'], machine)}"
-        rows.append(f"| {claim} | {_figure(row['figure'], row['unit'])} | {bound} | {verdict} |")
-    return "\n".join(rows)
-
-
-def _difference(machine: dict[str, Any], usual: dict[str, Any]) -> str:
-    """How a row's machine differs from that of most, in brackets."""
-    names = [name for name in machine if machine[name] != usual.get(name)]
-    words = [_threads(machine) if name == "threads" else f"{name} {machine[name]}" for name in names]
-    return f" ({', '.join(words)})" if words else ""
-
-
-def _threads(machine: dict[str, Any]) -> str:
-    """How many threads."""
-    return f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
-
-
 def conversion_table(lines: list[dict[str, Any]]) -> str:
     """What fifteen minutes of conversion make of an encoder, beside its state before and both baselines."""
     found = [row for row in lines if "calibrated" in row]
@@ -195,15 +159,17 @@ def conversion_table(lines: list[dict[str, Any]]) -> str:
         sys.exit("benchmarks/results.jsonl holds no conversion; run benchmarks/conversion_repairs_a_real_encoder.py")
     rows = [
         f"{found[0]['minutes']:.0f} minutes each, measured on {found[0]['texts']} held-out texts of "
-        f"{found[0]['tokens']:,} tokens in all; exact attention has 1. Before calibration an expansion takes its "
-        "centres from each text; afterwards they are fixed.",
+        f"{found[0]['tokens']:,} tokens in all; exact attention has 1, and higher is better. "
+        "As drawn: nothing is fitted. Calibrated: the map is fitted to texts. Distilled: the model is trained too. "
+        "Before calibration an expansion takes its centres from each text; afterwards they are fixed.",
         "",
-        "| figure | averaging | the map as drawn | calibrated | distilled |",
+        "| figure, map | uniform attention | as drawn | calibrated | distilled |",
         "|---|---|---|---|---|",
     ]
     for row in found:
         figures = (row["uniform"], row["unconverted"], row["calibrated"], row["figure"])
-        rows.append(f"| {row['claim']} | {' | '.join(f'{figure:.3f}' for figure in figures)} |")
+        words = words_of(row["claim"], row["bound"])
+        rows.append(f"| {words.measure}, {words.setting} | {' | '.join(f'{figure:.3f}' for figure in figures)} |")
     return "\n".join(rows)
 
 
@@ -214,10 +180,10 @@ def language_model_table(lines: list[dict[str, Any]]) -> str:
     contexts, names = sorted({context for _, context in rates}), dict.fromkeys(name for name, _ in rates)
     rows = [
         "Four blocks of width 128, about a million parameters, on Python's own sources. Bytes/s: what training reads "
-        f"on two idle cores, by context.{_bits_in_words(runs, contexts[0])}",
+        f"on two idle cores, by context length in bytes.{_bits_in_words(runs, contexts[0])}",
         "",
-        f"| attention | {' | '.join(f'bytes/s at {context:,}' for context in contexts)} |"
-        f"{' bits per byte |' if runs else ''}",
+        f"| attention | {' | '.join(f'bytes/s at {context:,} ↑' for context in contexts)} |"
+        f"{' bits per byte ↓ |' if runs else ''}",
         f"|---|{'---|' * len(contexts)}{'---|' if runs else ''}",
     ]
     if runs:
@@ -239,7 +205,7 @@ def _bits_in_words(runs: list[dict[str, Any]], context: int) -> str:
     seeds = ", ".join(map(str, sorted({row["seed"] for row in runs})))
     return (
         f" Bits per byte: on files that were not trained on, after fifteen minutes' worth of steps of {context:,} "
-        f"bytes at that speed; mean (least to most) of seeds {seeds}."
+        f"bytes at that speed; mean (least to most) of seeds {seeds}. {ARROWS}"
     )
 
 
@@ -249,56 +215,6 @@ def _mean(values: list[float]) -> str:
         return ""
     spread = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
     return f"{sum(values) / len(values):.3f}{spread}"
-
-
-def claims_words(claims: dict[str, Any]) -> str:
-    """How many claims there are and how they fare, and those of the founding texts and the paper that fail."""
-    decisions = claims["decisions"]
-    counts = Counter(one["status"] for one in decisions)
-    rows = [
-        f"Measured by `linattn reproduce --{claims['setting']}`. Of {len(decisions)} claims {counts['holds']} hold and "
-        f"{counts['fails']} fail, {counts['undecided']} are undecided; all of them, with their figures, are in "
-        f"[the list of claims](../claims.md). {SOURCES} Among those that fail:",
-        "",
-        "| claim | source | what was measured |",
-        "|---|---|---|",
-    ]
-    rows += [_row(one["sentence"], one["source"], one["figure"]) for one in decisions if one["name"] in REFUTED]
-    return "\n".join(rows)
-
-
-def claims_page(claims: dict[str, Any]) -> str:
-    """Every claim with its verdict, and the command that measures it again."""
-    rows = [
-        "# What is said of linear attention, and what holds",
-        "",
-        f"Written by `make readme` from a run of `linattn reproduce --{claims['setting']}`; {claims['processor']}, "
-        f"{claims['threads']} threads, torch {claims['torch']}. Every claim is one file in "
-        "`lab/src/linattn_lab/experiments/`, with its setting, its figures and how they decide; `linattn reproduce "
-        "NAME --again` takes them again.",
-        "",
-        SOURCES,
-        "",
-        "| claim | verdict | the figure that decides | source | name |",
-        "|---|---|---|---|---|",
-    ]
-    rows += [
-        _row(one["sentence"], f"**{one['status']}**", one["figure"], one["source"], f"`{one['name']}`")
-        for one in claims["decisions"]
-    ]
-    return "\n".join(rows) + "\n"
-
-
-def _row(*cells: str) -> str:
-    """One row of a table."""
-    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
-
-
-def _figure(figure: float | dict[str, float], unit: str) -> str:
-    """A number, or a median with its spread, with its unit."""
-    if isinstance(figure, float):
-        return f"{figure:.3g} {unit}".strip()
-    return f"{figure['median']:.3g} {unit} ({figure['min']:.3g} to {figure['max']:.3g})"
 
 
 def tables() -> dict[str, str]:
@@ -313,7 +229,7 @@ def tables() -> dict[str, str]:
         "audit": audit_table(audit),
         "conversions": conversion_table(lines),
         "language_models": language_model_table(trained),
-        "claims": claims_words(claims),
+        "claims": claims_words(claims, REFUTED),
         "benchmarks": benchmark_table(lines),
         "picture": picture_words(audit),
         "kl_picture": kl_words(),

@@ -97,7 +97,7 @@ def test_the_readme_shows_quality_and_speed_of_a_method_in_one_row(writer, audit
         "sinks + window",
     ]
     columns = dict(zip(cells[0], cells[3], strict=True))
-    assert (columns["KL"], columns["fit unmerged"], columns["needles"]) == ("0.00042", "50%", "90%, 10%")
+    assert (columns["KL ↓"], columns["fit unmerged ↑"], columns["needles ↑"]) == ("0.00042", "50%", "90%, 10%")
     assert (cells[1][-2:], cells[2][4]) == (["1.00", "1.00"], "–")
 
 
@@ -129,7 +129,7 @@ def test_a_place_without_a_table_and_a_table_without_a_place(writer, monkeypatch
 def test_the_claims_say_at_which_setting_they_were_measured(writer):
     claims = json.loads(writer.FIGURES.read_text(encoding="utf-8"))["claims"]
     for setting in ("quick", "full"):
-        assert f"`linattn reproduce --{setting}`" in writer.claims_words({**claims, "setting": setting})
+        assert f"`linattn reproduce --{setting}`" in writer.claims_words({**claims, "setting": setting}, [])
         assert f"`linattn reproduce --{setting}`" in writer.claims_page({**claims, "setting": setting})
 
 
@@ -137,12 +137,50 @@ def test_a_row_of_another_machine_says_so(writer):
     lines = [json.loads(line) for line in writer.RESULTS.read_text(encoding="utf-8").splitlines()]
     usual = lines[0]["machine"]
     assert all(set(line["machine"]) == set(usual) for line in lines)
-    told = writer.benchmark_table(lines).splitlines()[-len(lines) :]
-    for line, text in zip(lines, told, strict=True):
-        assert text.startswith(f"| {line['claim']}")
-        assert bool(re.search(r" \(1 thread[,)]", text)) == (line["machine"]["threads"] == 1)
+    written = writer.benchmark_table(lines)
+    assert len(re.findall(r"(?:holds|\*\*missed\*\*) \|$", written, re.MULTILINE)) == len(lines)
+    num_single = sum(line["machine"]["threads"] == 1 for line in lines)
+    assert len(re.findall(r"\b1 thread\b", written)) == num_single > 0
     other = {**lines[0], "machine": {**usual, "threads": 1, "processor": "another"}}
-    assert f"| {other['claim']} (1 thread, processor another) |" in writer.benchmark_table([*lines[1:], other])
+    assert "tokens; 1 thread, processor another |" in writer.benchmark_table([*lines[1:], other])
+
+
+def benchmark_row(**fields):
+    """A row of benchmarks/results.jsonl."""
+    machine = {"torch": "2", "threads": 2, "processor": "a processor", "vectors": "AVX2"}
+    return {"benchmark": "a_new_one", "figure": 2.0, "unit": "×", "bound": ">= 1", "holds": True, **fields} | {
+        "machine": machine
+    }
+
+
+def test_a_benchmark_s_row_says_which_way_is_better_and_whether_it_is_missed(writer):
+    rows = [
+        benchmark_row(claim="times faster than another, causal, 10 tokens"),
+        benchmark_row(claim="a new figure, 1,000 tokens", figure=1.5003, bound="<= 1.5", holds=False),
+        benchmark_row(
+            claim="softmax's time over that of merged 128, the whole of MiniLM with 512 positions",
+            benchmark="merged_keys_speed_up_a_long_encoder",
+            figure={"median": 0.5, "min": 0.4, "max": 0.6},
+            bound="<= 1",
+        ),
+    ]
+    written = writer.benchmark_table(rows)
+    assert "### A new one\n\n`python benchmarks/a_new_one.py`" in written
+    assert "| speed ÷ that of another | causal, 10 tokens | 2 × |  | higher | ≥ 1 | holds |" in written
+    assert "| a new figure | 1,000 tokens | 1.5003 × |  | lower | ≤ 1.5 | **missed** |" in written
+    assert "| merged 128, 512 tokens | 0.5 × | 0.4 to 0.6 | higher | ≤ 1 | holds |" in written
+    assert writer.misses_table(rows).startswith("1 of 3:")
+
+
+def test_every_benchmark_has_a_heading_and_every_claim_its_words(writer):
+    """Of the rows there are; one of a new benchmark is shown by its file's name until it has some."""
+    from benchmark_words import HEADINGS, Words, words_of
+
+    lines = [json.loads(line) for line in writer.RESULTS.read_text(encoding="utf-8").splitlines()]
+    assert {line["benchmark"] for line in lines} <= HEADINGS.keys()
+    named = [words_of(line["claim"], "<= 1") == words_of(line["claim"], ">= 1") for line in lines]
+    assert all(named)
+    assert words_of("a, b, c", "<= 1") == Words("a", "b, c", "lower")
 
 
 def test_the_figures_of_claims_are_of_the_experiments_there_are(writer):
@@ -168,9 +206,12 @@ def test_figures_are_taken_from_a_report(writer, tmp_path, monkeypatch):
     monkeypatch.setattr(reproduction, "EXPERIMENTS", {"first": Trial()})
     run = Reproduction([], "full")
     CLAIMS.write(tmp_path / "claims.jsonl", run.header, run.records([]))
+    monkeypatch.setitem(EXPERIMENTS, "first", Trial())
     taken = json.loads(json.dumps(writer.take_figures(tmp_path)))
     assert "| `Relu` | 6 | 20 | 1.5 × | 0.20 | 0.25 | 0.900 |" in writer.audit_table(taken["audit"])
-    assert "mean over 1 heads, linattn-compiled 1.2:" in writer.audit_table(taken["audit"])
-    assert f"| {Trial.CLAIM} | **holds** | the largest area is 25 | {Trial.SOURCE} | `first` |" in writer.claims_page(
-        taken["claims"]
+    assert "mean over 1 heads, linattn-compiled 1.2." in writer.audit_table(taken["audit"])
+    reason = (Trial.__doc__ or "").partition("\n")[0]
+    assert (
+        f"| {Trial.CLAIM} | **holds** | {reason}<br>*Measured:* the largest area is 25 | {Trial.SOURCE} | `first` |"
+        in writer.claims_page(taken["claims"])
     )

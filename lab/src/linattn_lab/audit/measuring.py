@@ -10,6 +10,7 @@ Letters: B batch, H query heads, L tokens, D head width.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -38,8 +39,7 @@ from linattn_lab.audit.records import (
 from linattn_lab.audit.truth import LayerTruth
 from linattn_lab.audit.weights import explored_heads, weights_row
 from linattn_lab.audit.whole_model import WholeModel
-from linattn_lab.audit.work import EXACT as EXACT_WORK
-from linattn_lab.audit.work import LENGTHS, PASS, RANKS, TIMED, heads_work
+from linattn_lab.audit.work import exact_work, heads_work, lengths_work, pass_work, ranks_work, timed_work
 from linattn_lab.built_methods import BuiltMethod
 from linattn_lab.circumstances import versions
 from linattn_lab.pace import Silent, Watch
@@ -92,12 +92,14 @@ class Audit:
         methods = tuple(method for method in grid.methods if method.label not in left_out)
         self.grid = replace(grid, methods=methods)
         self._samples = self._built(calls[0])
-        self._layers = []
-        begun = time.monotonic()
+        self._layers, seconds = [], []
         for number, call in enumerate(calls):
             watch.pass_by(f"Exact answers, layer {number + 1} of {len(calls)}")
+            begun = time.monotonic()
             self._layers.append(LayerTruth(call, first=first, num_rows=_NUM_ROWS))
-        self.seconds_per_unit = (time.monotonic() - begun) / (EXACT_WORK * len(calls))
+            seconds.append(time.monotonic() - begun)
+        # The first layer is slow for being the first.
+        self.seconds_per_unit = statistics.median(seconds) / exact_work(length)
         self.header = Header(
             versions=versions("linattn", "linattn-compiled", "torch", "transformers"),
             model=loaded.name,
@@ -133,8 +135,8 @@ class Audit:
         units = list(self._units(kept))
         done = sum(unit.work for unit in units if unit.is_done)
         if any(isinstance(row, LengthsRow) for row in kept.rows):
-            done += LENGTHS
-        return sum(unit.work for unit in units) + LENGTHS, done
+            done += lengths_work(self.header.num_tokens)
+        return sum(unit.work for unit in units) + lengths_work(self.header.num_tokens), done
 
     def rows(self, kept: Kept | None = None, watch: Watch = _SILENT) -> Iterator[AuditRow]:
         """Measure: the baselines and the ranks first, then for every configuration its heads and the whole model.
@@ -161,7 +163,8 @@ class Audit:
 
     def _units(self, kept: Kept) -> Iterator[_Unit]:
         """All but times at growing lengths."""
-        stage, passed = "Exact attention and averaging the values", PASS * len(self._layers)
+        stage, num_tokens = "Exact attention and averaging the values", self.header.num_tokens
+        passed = pass_work(num_tokens) * len(self._layers)
         for label, answer in ((EXACT, AttentionCall.softmax), (UNIFORM, AttentionCall.uniform)):
             measure = partial(self._whole.end_to_end, label, None, 0, answer)
             yield Unit(stage, "", passed, measure, _alone, is_done=kept.has("model", label))
@@ -173,7 +176,7 @@ class Audit:
             for number, layer in enumerate(self._layers):
                 words = f"{stage}, {self._place(number)}"
                 measure_ranks = partial(rank_rows, number, layer)
-                yield Unit(stage, words, RANKS, measure_ranks, is_done=kept.has("rank", layer=number))
+                yield Unit(stage, words, ranks_work(num_tokens), measure_ranks, is_done=kept.has("rank", layer=number))
         for configuration in self.grid.configurations():
             yield from self._units_of(configuration, kept)
 
@@ -190,14 +193,14 @@ class Audit:
     def _units_of(self, configuration: Configuration, kept: Kept) -> Iterator[_Unit]:
         """One method at one width with one draw: each layer's heads, the model's time, then the whole model."""
         method, draw, sample = configuration.method, configuration.draw, self._sample(configuration)
-        label, features, passed = method.label, sample.num_features, PASS * len(self._layers)
+        label, features, num_tokens = method.label, sample.num_features, self.header.num_tokens
         stage, maps = in_words(configuration, sample, self.header.draws), LayerMaps(partial(self._build, configuration))
         is_whole = kept.has("model", label, features, draw=draw)
         for number in range(len(self._layers)):
             yield Unit(
                 stage,
                 f"{stage}, {self._place(number)}",
-                heads_work(method, self.header.num_tokens),
+                heads_work(method, num_tokens),
                 partial(self._head_rows, configuration, maps, number, kept),
                 is_done=is_whole or self._has_layer(configuration, number, kept),
             )
@@ -205,9 +208,10 @@ class Audit:
         if draw == 0:
             is_timed = is_whole or kept.has("time", label, features)
             measure: Callable[[], AuditRow] = partial(self._whole.time, label, features, answer)
-            yield Unit(stage, words, TIMED * passed, measure, _alone, is_alone=True, is_done=is_timed)
+            timed = timed_work(num_tokens) * len(self._layers)
+            yield Unit(stage, words, timed, measure, _alone, is_alone=True, is_done=is_timed)
         measure = partial(self._whole.end_to_end, label, features, draw, answer)
-        yield Unit(stage, words, passed, measure, _alone, is_done=is_whole)
+        yield Unit(stage, words, pass_work(num_tokens) * len(self._layers), measure, _alone, is_done=is_whole)
 
     def _has_layer(self, configuration: Configuration, number: int, kept: Kept) -> bool:
         """Whether a layer's figures are all there; rows for the explorer are of the first draw."""
@@ -272,7 +276,8 @@ class Audit:
             answer = self._linear(LayerMaps(partial(self._build, one)))
             measure = partial(time_lengths, label, features, answer, self._first_call)
             is_timed = kept.has("lengths", label, features)
-            yield Unit(stage, "", LENGTHS / len(wanted), measure, _alone, is_alone=True, is_done=is_timed)
+            work = lengths_work(self.header.num_tokens) / len(wanted)
+            yield Unit(stage, "", work, measure, _alone, is_alone=True, is_done=is_timed)
 
     def _linear(self, maps: LayerMaps) -> Callable[[AttentionCall], Tensor]:
         """A method with one map per layer."""

@@ -1,4 +1,4 @@
-"""The kernel is an expectation over one Gaussian vector, with nothing left over.
+"""The kernel equals the expectation over one Gaussian vector, to rounding.
 
 E exp(ω·u) = exp(|u|²/2) at u = q + k, divided by exp(|q|²/2)·exp(|k|²/2). The expectation is taken here without
 sampling, by Gauss-Hermite quadrature: a product rule over the coordinates of ω, whose error falls faster than

@@ -1,4 +1,4 @@
-"""Time grows as N rather than as N², once N is large enough to pay for the features.
+"""Time grows as N, that of exact attention as N²; features pay from some length on.
 
 Multiplications alone: 2·N·r·(D + Dv) against N²·(D + Dv), equal at N = 2r. Exponentials, and the better use exact
 attention makes of a processor, move the break-even; the source does not mention that there is one.

@@ -1,4 +1,4 @@
-"""φ(q)·φ(k) with φ(x) = (x/√d + 1)^k is a sum over coordinates of powers, not a power of a sum:
+"""φ(q)·φ(k) with φ(x) = (x/√d + 1)^k is a sum over coordinates of powers, not a power of a sum.
 
     φ(q)·φ(k) = Σ_l (q_l k_l/d + (q_l + k_l)/√d + 1)^k
 

@@ -1,4 +1,4 @@
-"""Causal attention with a feature map by prefix sums: the masked quadratic form, from a state of constant size.
+"""Prefix sums give the causal masked form exactly, from a state of constant size.
 
     S_t = Σ_{j≤t} φ(k_j)v_jᵀ,  z_t = Σ_{j≤t} φ(k_j),   out_t = φ(q_t)ᵀS_t / φ(q_t)ᵀz_t = [tril(φ(Q)φ(K)ᵀ)V]_t / row sum
 

@@ -1,4 +1,4 @@
-"""With values that are one-hot, V = I, the output of linear attention is the attention matrix it never forms.
+"""One-hot values make the output the attention matrix that is never formed; its error falls as 1/√r.
 
     out = D⁻¹φ(Q)φ(K)ᵀ·I = D⁻¹φ(Q)φ(K)ᵀ
 

@@ -1,4 +1,6 @@
-"""The figure's function r = MSE(trigonometric)/MSE(positive) for |x| = |y| = l at an angle φ, independent rows:
+"""Positive features win at angles near 180°; where vectors are short, trigonometric ones win well beyond 90°.
+
+The figure's function r = MSE(trigonometric)/MSE(positive) for |x| = |y| = l at an angle φ, independent rows:
 
     r(φ, l) = (cosh D - 1)/(exp(s) - 1),    s = 2l²(1 + cos φ), D = 2l²(1 - cos φ)
 

@@ -1,4 +1,4 @@
-"""Memory against length: FAVOR+ needs as much as its results, a Transformer that keeps its weights L×L a head.
+"""Memory of FAVOR+ grows with the length, that of a Transformer that stores its L × L weights with its square.
 
 Exact attention need not keep them: computed block by block, as torch does today, it grows linearly too. What was an
 advantage in memory when the paper was written is one in time alone. Figures are peaks of resident memory during a

@@ -1,4 +1,4 @@
-"""Time against length: FAVOR+ grows as L, attention that keeps its weights as L², returning the values is the floor.
+"""Time of FAVOR+ grows with the length, that of attention that stores its L × L weights with its square.
 
 A call of FAVOR+ takes 8·L·r·d operations a head, exact attention 4·L²·d: equal at L = 2r. Timed side by side in one
 process, after the results were found right.

@@ -1,4 +1,6 @@
-"""A row makes two hyperbolic features or one positive one. With r features of either kind the variances have the ratio
+"""As many hyperbolic features have less variance than positive ones: much less where s is small, hardly where not.
+
+A row makes two hyperbolic features or one positive one. With r features of either kind the variances have the ratio
 
     [(cosh s - 1)/(r/2)] / [(exp(s) - 1)/r] = 1 - exp(-s),    s = |x + y|²
 

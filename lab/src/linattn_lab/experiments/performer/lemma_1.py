@@ -1,4 +1,6 @@
-"""Two ways to write exp(x·y) as a mean of positive numbers over a standard Gaussian w, with z = x + y:
+"""Both formulas have the mean exp(x·y), with independent and with orthogonal rows.
+
+Two ways to write exp(x·y) as a mean of positive numbers over a standard Gaussian w, with z = x + y:
 
     exp(x·y) = exp(-(|x|² + |y|²)/2)·E exp(w·z) = exp(-(|x|² + |y|²)/2)·E cosh(w·z)
 

@@ -1,4 +1,6 @@
-"""The variance of one kernel entry, in the form that shows what matters: with s = |x + y|² and D = |x - y|²,
+"""All three formulas of the variance are right, for independent rows.
+
+The variance of one kernel entry, in the form that shows what matters: with s = |x + y|² and D = |x - y|²,
 
     m·MSE/exp(2x·y) = cosh(D) - 1  trigonometric,    exp(s) - 1  positive,    cosh(s) - 1  hyperbolic
 

@@ -1,4 +1,6 @@
-"""Orthogonal rows make the estimates of one draw repel: the exact gain, the paper's bound on it, and samples of it.
+"""Orthogonal rows lower the variance by at least what the paper's bound says.
+
+The exact gain, the bound on it, and samples of it:
 
 The paper bounds the mean squared error of m ≤ d orthogonal positive features by that of independent ones less
 

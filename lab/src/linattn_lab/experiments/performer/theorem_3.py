@@ -1,4 +1,6 @@
-"""Large deviations of a kernel estimate, counted, with orthogonal and with independent rows.
+"""Large deviations are rarer with orthogonal rows than with independent ones, though the bounds hardly differ.
+
+Measured: deviations of a kernel estimate, counted.
 
 For lengths fixed to √d the paper bounds P(estimate > a) by exp(-θma)·M(θ)^m, M the moment generating function of what
 one row contributes, and with orthogonal rows by

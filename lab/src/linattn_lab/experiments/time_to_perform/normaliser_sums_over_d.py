@@ -1,4 +1,4 @@
-"""The normaliser sums a row of A over its L keys; over d of anything it normalises nothing.
+"""The normaliser is the sum of a row of A over its L keys; a sum over d terms does not normalise.
 
 D⁻¹A averages the values when its rows sum to 1: D_ii = Σ_{j=1..L} A_ij. As printed, the sum runs over the first index
 and stops at the head's width d. Even with the index mended it is right at L = d alone.

@@ -1,0 +1,106 @@
+"""Tables of benchmarks/results.jsonl: all figures by benchmark, those of one benchmark, crossovers, and misses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from typing import Any
+
+from benchmark_words import headings, words_of
+from site_tables import Row, table
+
+_HEAD = ("figure", "setting", "measured", "range", "better", "expected", "verdict")
+
+
+def benchmark_table(lines: list[Row]) -> str:
+    """A heading for each benchmark, its command, and a row for each figure; the machine once, and where it differs."""
+    machine = json.loads(Counter(json.dumps(line["machine"]) for line in lines).most_common(1)[0][0])
+    parts = [
+        f"{_machine(machine)}; 8 heads, D = 64, 256 features, float32, unless a row says otherwise. Measured: the "
+        "median of interleaved repeats; range: least to greatest. Better: whether a lower or a higher figure is."
+    ]
+    for benchmark, heading in headings(line["benchmark"] for line in lines).items():
+        rows = [_row(line, _difference(line["machine"], machine)) for line in lines if line["benchmark"] == benchmark]
+        parts += [f"### {heading}", f"`python benchmarks/{benchmark}.py`", table(_HEAD, rows)]
+    return "\n\n".join(parts)
+
+
+def claims_table(lines: list[Row], benchmark: str) -> str:
+    """The rows of one benchmark, and their machine."""
+    shown = [line for line in lines if line["benchmark"] == benchmark]
+    return f"{table(_HEAD, [_row(line) for line in shown])}\n\n{_machines(shown)}."
+
+
+def crossover_table(lines: list[Row]) -> str:
+    """From which length linear attention is faster than exact attention, and on which machine."""
+    shown = [line for line in lines if line["benchmark"] == "crossover_with_sdpa"]
+    rows = [(*line["claim"].split(", ")[1:], _measured(line)) for line in shown]
+    return f"{table(('direction', 'random features', 'faster from'), rows)}\n\n{_machines(shown)}."
+
+
+def misses_table(lines: list[Row]) -> str:
+    """Every figure that misses its bound."""
+    missed = [line for line in lines if not line["holds"]]
+    rows = []
+    for benchmark, heading in headings(line["benchmark"] for line in missed).items():
+        for line in missed:
+            if line["benchmark"] == benchmark:
+                words = words_of(line["claim"], line["bound"])
+                rows.append((heading, words.measure, words.setting, _measured(line), words.better, _bound(line)))
+    head = ("benchmark", "figure", "setting", "measured", "better", "expected")
+    return f"{len(missed)} of {len(lines)}:\n\n{table(head, rows)}"
+
+
+def _row(line: Row, difference: str = "") -> tuple[str, ...]:
+    """A figure, its setting with what differs in its machine, its range, and whether it meets its bound."""
+    words = words_of(line["claim"], line["bound"])
+    setting = "; ".join(part for part in (words.setting, difference) if part)
+    value = line["figure"]
+    spread = "" if isinstance(value, float) else f"{_number(value['min'])} to {_number(value['max'])}"
+    verdict = "holds" if line["holds"] else "**missed**"
+    return words.measure, setting, _measured(line), spread, words.better, _bound(line), verdict
+
+
+def _measured(line: Row) -> str:
+    """A row's number, or the median of its repeats, with its unit; enough digits to tell a miss from its bound."""
+    value = line["figure"]
+    number = value if isinstance(value, float) else value["median"]
+    limit = float(line["bound"].split()[1])
+    digits = 3
+    while not line["holds"] and float(_number(number, digits).replace(",", "")) == limit:
+        digits += 1
+    unit = {"of sgemm": "", "MB more": "MB"}.get(line["unit"], line["unit"])
+    return f"{_number(number, digits)} {unit}".strip()
+
+
+def _number(number: float, digits: int = 3) -> str:
+    """A number to so many digits; a great one in full."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.{digits}g}"
+
+
+def _bound(line: Row) -> str:
+    """The bound that a row is to meet."""
+    sign, limit = line["bound"].replace(">=", "≥").replace("<=", "≤").split()
+    return f"{sign} {int(limit):,}" if re.fullmatch(r"\d{4,}", limit) else f"{sign} {limit}"
+
+
+def _machines(lines: list[Row]) -> str:
+    """The machines of some rows."""
+    return "; ".join(dict.fromkeys(_machine(line["machine"]) for line in lines))
+
+
+def _machine(machine: dict[str, Any]) -> str:
+    """A machine in words."""
+    return f"{_threads(machine)} of one {machine['processor']} ({machine['vectors']}), torch {machine['torch']}"
+
+
+def _difference(machine: dict[str, Any], usual: dict[str, Any]) -> str:
+    """How a row's machine differs from that of most."""
+    names = [name for name in machine if machine[name] != usual.get(name)]
+    return ", ".join(_threads(machine) if name == "threads" else f"{name} {machine[name]}" for name in names)
+
+
+def _threads(machine: dict[str, Any]) -> str:
+    """How many threads."""
+    return f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
