@@ -54,7 +54,8 @@ def readme_table() -> str:
     passages = "one passage" if header.num_passages == 1 else f"{header.num_passages} passages"
     words = (
         f"{header.model} in {header.dtype}, {passages} of {length:,} tokens of each of {', '.join(header.texts)}, "
-        f"budget {budget:,} tokens per layer and key/value head, {threads}. {ARROWS} "
+        f"budget {budget:,} tokens per layer and key/value head, {threads}, by "
+        f"`linattn audit {header.model} --budget {budget}`. {ARROWS} "
         f"KV cache: the {len(header.layers)} layers that are bounded, without the {header.num_exact} others. "
         "Fit unmerged: share of the tokens that are read before any is merged or evicted. "
         "KL: mean KL divergence from the full cache's predictions, in nats. "
@@ -99,8 +100,8 @@ def room_table() -> str:
     for words, option in options.items():
         configs = (MergedKV.within(_ROOM, head_dim=_WIDTH, dtype=dtype, **option) for dtype in dtypes)
         rows.append((words, *(f"{num_unmerged(config):,}" for config in configs)))
-    head = (f"tokens within {_ROOM}, head width {_WIDTH}", *(str(dtype).removeprefix("torch.") for dtype in dtypes))
-    return table(head, rows)
+    head = ("option", *(f"tokens, {str(dtype).removeprefix('torch.')}" for dtype in dtypes))
+    return f"Budget {_ROOM}, head width {_WIDTH}:\n\n{table(head, rows)}"
 
 
 def memory_table(file: Path) -> str:

@@ -77,8 +77,8 @@ def encoder_table(audit: Row) -> str:
         if (line["method"], line["features"]) in _SHOWN_METHODS
     ]
     words = (
-        f"{audit['model']}, {audit['tokens']} tokens of {audit['text']}, mean over {audit['heads']} heads. Bytes: keys "
-        f"and values, or the state, of one head in float32. Cosine: of the embedding with softmax's. {ARROWS}"
+        f"`linattn audit --full` on {audit['model']}, {audit['tokens']} tokens of {audit['text']}, mean over "
+        f"{audit['heads']} heads. Bytes: keys and values, or the state, of one head in float32. Cosine: of the embedding with softmax's. {ARROWS}"
     )
     head = ("method", "bytes ↓", "relative output error ↓", "cosine ↑", "model's time ÷ softmax's ↓")
     return f"{words}\n\n{table(head, rows)}"

@@ -14,8 +14,8 @@ Out = Annotated[Path, typer.Argument(help="A new folder for the converted model 
 TextFiles = Annotated[
     list[Path] | None,
     typer.Option(
-        help="A text file in UTF-8, may be repeated; English prose that comes with Python if left out. Give 16 "
-        "documents or more, each of a quarter to all of --tokens; an empty line ends a document."
+        help="Train on this text file (UTF-8), may be repeated; English prose that comes with Python if left out. Give "
+        "16 documents or more, each a quarter of --tokens up to all of it; an empty line ends a document."
     ),
 ]
 Map = Annotated[
@@ -32,9 +32,7 @@ Features = Annotated[
 ]
 Minutes = Annotated[float, typer.Option(min=0, help="Minutes of training; 0 calibrates only.")]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="The longest text to train on, in tokens.")]
-Distil = Annotated[
-    bool, typer.Option("--distil/--no-distil", help="Train all weights of the model, or the maps alone.")
-]
+Distil = Annotated[bool, typer.Option("--distil/--no-distil", help="Train all weights of the model, or only the maps.")]
 Adapters = Annotated[
     int | None,
     typer.Option(
@@ -64,9 +62,9 @@ def convert(
 ) -> None:
     """Convert a model's softmax attention to linear attention, and measure the error before and after.
 
-    Figures are of texts held out from all fitting and training; the stage with the least error is kept. Ctrl-C ends the
-    training and keeps the best weights; after a kill run the same command again to resume. Under torchrun the processes
-    share layers, the texts of a step and held-out texts, and any number of processes resumes.
+    Errors are measured on texts held out from all fitting and training; the stage with the least error is kept. Ctrl-C
+    ends the training and keeps the best weights. After a kill, run the same command again to resume, with any number of
+    processes: under torchrun they share layers and texts. Example: linattn convert all-MiniLM-L6-v2 OUT --minutes 15
     """
     # Help is not to wait for torch; the first import says of all packages which are missing.
     from linattn.convert import ConvertConfig

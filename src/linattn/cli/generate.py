@@ -14,24 +14,24 @@ Model = Annotated[
         'name, or "gemma-3-270m", which comes as a package.'
     ),
 ]
-Prompt = Annotated[str | None, typer.Option(help="The prompt: the text before what is generated.")]
+Prompt = Annotated[str | None, typer.Option(help="The prompt: the text to continue.")]
 PromptFile = Annotated[
     typer.FileText | None,
     typer.Option(
         metavar="FILE",
         encoding="utf-8",
-        help="A file with the prompt in UTF-8, or - for the standard input. The prompt is not printed then, and a line "
-        "end at its end is left out.",
+        help="Read the prompt from this file (UTF-8), or from the standard input for -. The prompt is then not "
+        "printed, and a line end at its end is dropped.",
     ),
 ]
 Length = Annotated[
     int,
     typer.Option(
-        "--tokens", metavar="N", min=1, help="The most tokens to generate; a model of bytes has one token per byte."
+        "--tokens", metavar="N", min=1, help="Generate at most N tokens; a model of bytes has one token per byte."
     ),
 ]
 Temperature = Annotated[
-    float, typer.Option(help="0 takes the likeliest token (greedy), 1 samples from the model's probabilities.")
+    float, typer.Option(help="0: take the likeliest token (greedy); 1: sample from the model's probabilities.")
 ]
 TopP = Annotated[
     float, typer.Option(help="Sample from the likeliest tokens whose probabilities add up to this (nucleus sampling).")
@@ -54,8 +54,8 @@ Bits = Annotated[
 Recall = Annotated[
     Literal["near", "middle", "far"] | None,
     typer.Option(
-        help="With --budget: near (the default) for the least KL divergence; middle or far to retrieve facts from "
-        "farther back: fewer tokens merged, for far in fewer bits."
+        help="With --budget: near (the default) has the least KL divergence; middle retrieves facts from farther back, "
+        "with fewer tokens merged; far from farthest, with the fewest, in 3 bits."
     ),
 ]
 PlanFile = Annotated[
@@ -63,15 +63,15 @@ PlanFile = Annotated[
     typer.Option(
         "--plan",
         metavar="FILE",
-        help="With --budget: per-layer budgets that linattn audit --budget --plan-out has written.",
+        help="With --budget: use the per-layer budgets that linattn audit --budget N --plan-out FILE wrote.",
     ),
 ]
 Measure = Annotated[
     bool,
     typer.Option(
         "--measure",
-        help="With --budget: measure the KL divergence from the full cache at the end of the prompt, which is read a "
-        "second time, with the memory and time that the full cache takes.",
+        help="With --budget: measure the KL divergence from the full cache at the end of the prompt. Reads the prompt "
+        "a second time, with the full cache in memory.",
     ),
 ]
 
@@ -92,9 +92,9 @@ def generate(
 ) -> None:
     """Generate text in constant memory, with a bounded KV cache (--budget) or a linear model.
 
-    The text goes to the standard output. The standard error shows progress while a long prompt is read, and at the end
-    the throughput and the bytes of the cache; with --budget also how many tokens are exact, quantized and merged, the
-    bytes of the full cache, and with --plan or --measure the KL divergence from it.
+    The text goes to the standard output; progress and, at the end, throughput and bytes of the cache to the standard
+    error. --budget adds how many tokens are exact, quantized and merged, and the bytes of the full cache; --plan and
+    --measure add the KL divergence from it. Example: linattn generate gemma-3-270m --budget 512 --prompt "Once"
     """
     if (prompt is None) == (prompt_file is None):
         raise typer.BadParameter("give one of --prompt TEXT and --prompt-file FILE")

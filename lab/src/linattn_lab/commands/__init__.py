@@ -4,7 +4,7 @@
 COMMANDS = {
     "audit": "Measure the error of linear attention on a model; with --budget, that of a bounded KV cache.",
     "bench": "Measure the length from which linear attention is faster than exact attention, on your shapes.",
-    "report": "Rewrite the report's page from its files, open it, or print its figures as JSON.",
-    "reproduce": "Measure the claims of the founding texts and of the Performer paper, and say which hold.",
+    "report": "Write the report's page again from its files, open it, or print its figures as JSON.",
+    "reproduce": "Measure published claims about linear attention, the Performer paper's among them: which hold?",
     "train": "Train a language model of bytes with linear or softmax attention, and measure its bits per byte.",
 }

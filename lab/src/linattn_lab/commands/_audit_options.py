@@ -14,47 +14,48 @@ Model = Annotated[
     ),
 ]
 TextFile = Annotated[
-    Path | None, typer.Option(help="A text file in UTF-8; English prose that comes with Python if left out.")
+    Path | None, typer.Option(help="Read this text file (UTF-8); English prose that comes with Python if left out.")
 ]
 Maps = Annotated[
     list[str] | None,
     typer.Option(
         "--map",
         metavar="NAME",
-        help='A method, as in "Expansion(num_centres=16) + window 16" or "merged 128"; may be repeated.',
+        help='Measure this method, as in "Expansion(num_centres=16) + window 16" or "merged 128"; may be repeated.',
     ),
 ]
 Full = Annotated[
     bool,
     typer.Option(
         "--full",
-        help="All methods, 64 and 256 features, three draws of random maps, and the error of the best matrix of each "
-        "rank: some minutes.",
+        help="Measure all methods, with 64 and 256 features and three draws of random maps, and the error of the best "
+        "attention matrix of each rank: some minutes.",
     ),
 ]
 Features = Annotated[
     str | None,
     typer.Option(
-        metavar="R,R,…", help="Feature counts, for maps whose width is free: 256 if left out, with --full 64,256."
+        metavar="R,R,…", help="Numbers of features, for maps whose width is free: 256 if left out, with --full 64,256."
     ),
 ]
 Tokens = Annotated[
     str | None,
     typer.Option(
         metavar="N,N,…",
-        help="Tokens of the text to read: 512 if left out; 4096 with --budget, which takes several numbers.",
+        help="Read N tokens of the text: 512 if left out, 4096 with --budget, which takes several numbers.",
     ),
 ]
-Draws = Annotated[int | None, typer.Option(help="Draws per random map: 1 if left out, with --full 3.")]
+Draws = Annotated[int | None, typer.Option(help="Draws of each random map: 1 if left out, with --full 3.")]
 Seed = Annotated[int, typer.Option(help="Seed of all draws.")]
 Out = Annotated[Path, typer.Option(help="Folder for audit.jsonl, or memory.jsonl with --budget, and index.html.")]
-Again = Annotated[bool, typer.Option("--again", help="Discard what was measured: its file is renamed.")]
+Again = Annotated[bool, typer.Option("--again", help="Measure everything again; the former file is renamed.")]
 PlanOut = Annotated[
     Path | None,
     typer.Option(help="Plan per-layer budgets for each --budget, write them to this file and measure them."),
 ]
 Calibration = Annotated[
-    Path | None, typer.Option(help="The text to plan on; the second half of the text if left out. Needs --plan-out.")
+    Path | None,
+    typer.Option(help="Plan on this text file; on the second half of the text if left out. Needs --plan-out."),
 ]
 Budget = Annotated[
     str | None,
@@ -65,24 +66,24 @@ Budget = Annotated[
     ),
 ]
 Dtype = Annotated[
-    str | None, typer.Option(help="float32, the default, or bfloat16: of the model and its keys. Needs --budget.")
+    str | None, typer.Option(help="Dtype of the model and its keys: float32 (the default) or bfloat16. Needs --budget.")
 ]
 TextKinds = Annotated[
     list[str] | None,
     typer.Option(
         "--text-kind",
         metavar="NAME",
-        help="A text that comes with Python: prose, code or mixed; may be repeated. Needs --budget.",
+        help="Read only this text that comes with Python: prose, code or mixed; may be repeated. Needs --budget.",
     ),
 ]
-Passages = Annotated[int, typer.Option(help="Passages of each text to measure. Needs --budget.")]
+Passages = Annotated[int, typer.Option(help="Measure N passages of each text. Needs --budget.")]
 Methods = Annotated[
     list[str] | None,
     typer.Option(
         "--method",
         metavar="NAME",
-        help='A method of the bounded cache by its name in the table, or as in "window 64 + merged 512 in 4 bits"; may '
-        "be repeated. Needs --budget.",
+        help='Measure this method, by its name in the table or as in "window 64 + merged 512 in 4 bits"; may be '
+        "repeated. Needs --budget.",
     ),
 ]
 Tasks = Annotated[
@@ -90,8 +91,8 @@ Tasks = Annotated[
     typer.Option(
         "--task",
         metavar="NAME",
-        help="A retrieval task: facts (needles, the default), or one of RULER's: niah_single, niah_multikey, vt, cwe, "
-        "fwe; may be repeated. Needs --budget.",
+        help="Measure this retrieval task: facts (needles, the default), or one of RULER's: niah_single, "
+        "niah_multikey, vt, cwe, fwe; may be repeated. Needs --budget.",
     ),
 ]
-Samples = Annotated[int, typer.Option(help="Texts of each retrieval task. Needs --budget.")]
+Samples = Annotated[int, typer.Option(help="Read N texts of each retrieval task. Needs --budget.")]

@@ -33,14 +33,18 @@ def audit(
 ) -> None:
     """Measure the error of linear attention on a model; with --budget, that of a bounded KV cache.
 
-    Without --budget: the error of each layer and head and of the entire model, by seven methods, beside exact attention
-    (error 0) and uniform attention, which averages the values. On the packaged MiniLM and 512 tokens that takes half a
-    minute on two cores; --full measures all methods in some minutes. With --budget: KL divergence, perplexity, needle
-    retrieval, memory and time of a language model, beside the full cache.
+    Without --budget: measure the error of each layer and head and of the entire model, by seven methods, beside exact
+    attention (error 0) and uniform attention, which averages the values. The packaged MiniLM and 512 tokens take half a
+    minute on two cores; --full measures all methods in some minutes.
 
-    The command estimates its time before it starts, and saves each figure as it is measured: run it again to resume.
-    The file of another audit is renamed. Under torchrun the processes share layers and methods, and any number of
-    processes resumes.
+    With --budget: measure KL divergence, perplexity, needle retrieval, memory and time of a language model, beside the
+    full cache.
+
+    The command prints an estimate of its time before it starts, and saves each figure as it is measured. Run it again
+    to resume, with any number of processes: under torchrun they share layers and methods. A file of another audit in
+    the folder is renamed.
+
+    Example: linattn audit gemma-3-270m --budget 512 --text FILE
     """
     # Help is not to wait for torch.
     from linattn.cli.new_folder import check_same_options

@@ -15,11 +15,11 @@ Map = Annotated[
     typer.Option(
         "--map",
         metavar="NAME",
-        help='A method, as in "FavorPlus + window 64" or "window 32 + merged 128".',
+        help='Measure this method, as in "FavorPlus + window 64" or "window 32 + merged 128".',
     ),
 ]
 Features = Annotated[int | None, typer.Option(min=1, help="Features of a map whose width is free; 256 if left out.")]
-Backward = Annotated[bool, typer.Option("--backward", help="With the gradients of queries, keys and values.")]
+Backward = Annotated[bool, typer.Option("--backward", help="Measure the gradients of queries, keys and values too.")]
 Memory = Annotated[bool, typer.Option(help="Measure peak memory, each figure in a process of its own.")]
 
 
@@ -27,11 +27,11 @@ def bench(
     lengths: Lengths = "512,1024,2048,4096,8192,16384",
     map_: Map = "FavorPlus",
     features: Features = None,
-    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 8,
+    heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Width of a query, key and value.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Dtype of all tensors.")] = "float32",
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to measure.")] = "cpu",
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device to measure on.")] = "cpu",
     causal: Annotated[bool, typer.Option("--causal", help="Attend causally.")] = False,
     backward: Backward = False,
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each method at each length.")] = 5,
@@ -41,7 +41,10 @@ def bench(
 ) -> None:
     """Measure the length from which linear attention is faster than exact attention, on your shapes.
 
-    Every result is verified before it is timed. After an interruption run the same command again to resume.
+    Each result is verified before it is timed. Printed are time by length, the crossover, peak memory and the error.
+    After an interruption, run the same command again to resume.
+
+    Example: linattn bench --lengths 512,2048,8192 --map "window 32 + merged 96"
     """
     # Help is not to wait for torch.
     from linattn.cli.terminal import of_option

@@ -17,12 +17,13 @@ def report(
     show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print report.json, the page's figures.")] = False,
     schema: Annotated[
-        bool, typer.Option("--schema", help="Print the JSON Schema of the figures, every field in words, and end.")
+        bool,
+        typer.Option("--schema", help="Print the JSON Schema of the figures, which describes every field, and end."),
     ] = False,
 ) -> None:
-    """Rewrite the report's page from its files, open it, or print its figures as JSON.
+    """Write the report's page again from its files, open it, or print its figures as JSON.
 
-    Nothing is measured. The page is FOLDER/index.html, and FOLDER/report.json has its figures.
+    Measures nothing. The page is FOLDER/index.html, and FOLDER/report.json has its figures.
     """
     # Help is not to wait for torch.
     from rich.console import Console

@@ -10,19 +10,27 @@ import typer
 
 def reproduce(
     claims: Annotated[
-        list[str] | None, typer.Argument(metavar="[CLAIM]…", help="Names of claims, see --list; all if left out.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[CLAIM]…", help="Names of the claims to measure (--list prints them); all if left out."
+        ),
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full/--quick", help="Take the sizes of the sources, or smaller ones that take minutes.")
+        bool,
+        typer.Option("--full/--quick", help="Measure at the sizes of the sources, or at smaller ones, in minutes."),
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder for claims.jsonl and index.html.")] = Path("report"),
-    again: Annotated[bool, typer.Option("--again", help="Discard what was measured: its file is renamed.")] = False,
-    only_list: Annotated[bool, typer.Option("--list", help="Name the claims and measure nothing.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure everything again; the former file is renamed.")
+    ] = False,
+    only_list: Annotated[
+        bool, typer.Option("--list", help="Print the names of the claims, and measure nothing.")
+    ] = False,
 ) -> None:
-    """Measure the claims of the founding texts and of the Performer paper, and say which hold.
+    """Measure published claims about linear attention, the Performer paper's among them: which hold?
 
     Each figure is saved as it is measured: run the command again to resume. The exit status is 1 if an experiment
-    crashed or could not decide; a claim that fails is a result.
+    crashed or could not decide. A claim that fails is a result: the status is 0.
     """
     # Help is not to wait for torch.
     from linattn_lab.commands.claims import list_claims, measure_claims

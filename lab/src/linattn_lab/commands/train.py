@@ -10,8 +10,8 @@ import typer
 _Text = Annotated[
     list[Path] | None,
     typer.Option(
-        help="A text file, or a folder whose text files are read; may be repeated. Python's own sources if left out. "
-        "Hidden files, such as .git, and files that are not UTF-8, such as pictures, are skipped and counted."
+        help="Train on this text file, or on the text files of this folder; may be repeated. Python's own sources if "
+        "left out. Hidden files and files that are not UTF-8 are skipped and counted."
     ),
 ]
 _Pattern = Annotated[str, typer.Option(help='A letter per block, repeated: "l" linear, "s" softmax, as in "llls".')]
@@ -24,17 +24,22 @@ _Features = Annotated[
 _Positions = Annotated[str, typer.Option(help='Positions of linattn.positions, as "Rotary", or "none".')]
 _Gate = Annotated[
     str | None,
-    typer.Option(help='"ForgetGate", "Alibi", "RetNet" or "none".', show_default="ForgetGate where a block is gated"),
+    typer.Option(
+        help='Gate: "ForgetGate", "Alibi", "RetNet" or "none".', show_default="ForgetGate where a block is gated"
+    ),
 ]
-_Layers = Annotated[int, typer.Option("--layers", min=1, help="How many blocks.")]
-_Width = Annotated[int, typer.Option("--width", min=1, help="E, the width of a token.")]
+_Layers = Annotated[int, typer.Option("--layers", min=1, help="Number of blocks.")]
+_Width = Annotated[int, typer.Option("--width", min=1, help="Width of a token, E.")]
 _Heads = Annotated[int, typer.Option("--heads", min=1, help="Heads of each block.")]
-_Hidden = Annotated[int | None, typer.Option("--hidden", min=1, help="Width inside the MLPs; 8/3 E if left out.")]
+_Hidden = Annotated[int | None, typer.Option("--hidden", min=1, help="Width inside the MLPs; 8/3 of E if left out.")]
 _Batch = Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")]
 _Redraw = Annotated[int | None, typer.Option("--redraw", metavar="N", min=1, help="Redraw random maps every N steps.")]
 _Parts = Annotated[int, typer.Option(metavar="N", min=1, help="Under torchrun: cut each text for N processes.")]
 _Shard = Annotated[
-    bool, typer.Option("--shard", help="Under torchrun: keep a part of weights and moments on each process.")
+    bool,
+    typer.Option(
+        "--shard", help="Under torchrun: split weights, gradients and the optimizer's moments over processes."
+    ),
 ]
 _Resume = Annotated[
     bool,
@@ -54,7 +59,7 @@ def train(
     num_features: _Features = 64,
     positions: _Positions = "Rotary(require_relative=False)",
     gate: _Gate = None,
-    gated: Annotated[str, typer.Option(help='Kinds of blocks that have the gate: "ls", "l" or "s".')] = "l",
+    gated: Annotated[str, typer.Option(help='Blocks that have the gate: "l" linear, "s" softmax, "ls" both.')] = "l",
     num_hidden_layers: _Layers = 4,
     hidden_size: _Width = 128,
     num_attention_heads: _Heads = 4,
@@ -73,11 +78,14 @@ def train(
 ) -> None:
     """Train a language model of bytes with linear or softmax attention, and measure its bits per byte.
 
-    A hundred files or more are split by file, fewer by position: the last parts are held out for validation and the
-    test. Validation takes at most a tenth of the time. Ctrl-C ends the training and keeps the best weights; after a
-    kill run the same command again to resume. OUT/resume has the last checkpoint, four times the model's size: delete
-    it if you will not use --resume. Under torchrun the processes share the texts of a step, or with --parts the parts
-    of each text, and any number of processes resumes.
+    Text is held out for validation and the test: files, of a hundred or more, or else the last part of each file.
+    Validation takes at most a tenth of the time. Ctrl-C ends the training and keeps the best weights.
+
+    After a kill, run the same command again to resume, with any number of processes: under torchrun they share the
+    texts of a step, or with --parts the parts of each text. OUT/resume has the last checkpoint, four times the model's
+    size: delete it if you will not use --resume.
+
+    Example: linattn train OUT --minutes 15 --pattern llls --gate ForgetGate
     """
     # Help is not to wait for torch.
     from linattn.hf import LinearLMConfig
