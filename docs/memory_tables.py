@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from linattn import MergedKV
 from linattn.kv_cache.budget import RECALLS
 from linattn.records.json_files import Reading, read_record, to_json, write_json
+from linattn.records.tables import Table
 from linattn_lab.kv_audit.methods import num_unmerged
 from linattn_lab.kv_audit.names import BOUNDED, FULL
 from linattn_lab.report.memory.summary import MemoryLine, MemorySummary, summarise_memory
@@ -22,6 +24,8 @@ from linattn_lab.report.memory.words import nats, setting_words, table_at
 from site_tables import ARROWS, table
 
 MEMORY = Path(__file__).parent / "memory.json"
+# Columns of the table of all methods in which lower is better; in the others higher is.
+_LOWER = {"MB", "peak MB", "KL", "median", "99 %", "largest", "÷ bounded cache", "perplexity", "prefill s"}
 # The budget and the head width of the table of what fits.
 _ROOM, _WIDTH = 512, 128
 # As they are called in Python.
@@ -104,14 +108,20 @@ def room_table() -> str:
     return f"Budget {_ROOM}, head width {_WIDTH}:\n\n{table(head, rows)}"
 
 
+def _directed(figures: Table) -> Table:
+    """A table whose columns say whether lower or higher is better."""
+    columns = (f"{name} {'↓' if name in _LOWER else '↑'}" for name in figures.columns[1:])
+    return replace(figures, columns=(figures.columns[0], *columns))
+
+
 def memory_table(file: Path) -> str:
     """A table for each length and budget of each audit, a method a row."""
     parts = []
     for audit in audits_of(file):
-        parts.append(setting_words(audit))
+        parts.append(f"{setting_words(audit)} {ARROWS}")
         for length, budget in audit.settings:
             parts += [
                 f"**{length:,} tokens within the bytes of {budget:,} {audit.header.dtype} keys**",
-                table_at(audit, length, budget).markdown(),
+                _directed(table_at(audit, length, budget)).markdown(),
             ]
     return "\n\n".join(parts)

@@ -78,7 +78,8 @@ def encoder_table(audit: Row) -> str:
     ]
     words = (
         f"`linattn audit --full` on {audit['model']}, {audit['tokens']} tokens of {audit['text']}, mean over "
-        f"{audit['heads']} heads. Bytes: keys and values, or the state, of one head in float32. Cosine: of the embedding with softmax's. {ARROWS}"
+        f"{audit['heads']} heads. Bytes: keys and values, or the state, of one head in float32. Cosine: of the "
+        f"embedding with softmax's. {ARROWS}"
     )
     head = ("method", "bytes ↓", "relative output error ↓", "cosine ↑", "model's time ÷ softmax's ↓")
     return f"{words}\n\n{table(head, rows)}"

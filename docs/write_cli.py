@@ -10,7 +10,18 @@ import re
 from typer.testing import CliRunner
 
 from linattn.cli.app import app, subcommands
+from site_tables import table
 
+_JOBS = (
+    ("generate text with a bounded KV cache", "`linattn generate MODEL --budget 512 --prompt TEXT`", "`cli`, `hf`"),
+    ("measure what a bounded KV cache loses", "`linattn audit MODEL --budget 512 --text FILE`", "`lab`, `hf`"),
+    ("measure the error of linear attention", "`linattn audit MODEL --text FILE`", "`lab`, `hf`"),
+    ("find the length from which it is faster", "`linattn bench --lengths 512,2048,8192`", "`lab`"),
+    ("replace softmax by a feature map, and train it", "`linattn convert MODEL OUT --minutes 15`", "`cli`, `convert`"),
+    ("train a language model from nothing", "`linattn train OUT --minutes 15`", "`lab`, `train`"),
+    ("open the report of what was measured", "`linattn report --open`", "`lab`"),
+    ("measure published claims", "`linattn reproduce --quick`", "`lab`"),
+)
 # Columns of a help text: what a page of 1,280 px has room for, and a phone can scroll.
 _WIDTH = 100
 
@@ -20,8 +31,11 @@ def cli_page() -> str:
     parts = [
         "# The command line",
         "",
-        "The extra `cli` installs `linattn` with `convert` and `generate`; the extra `lab` adds the other commands.",
-        "`python -m linattn` is the same command. This page is written from what `--help` says.",
+        table(("to", "run", "[extras](install.md)"), _JOBS),
+        "",
+        "`python -m linattn` is the same command. Below is what `--help` prints for each.",
+        "",
+        "## linattn",
         "",
         *_help([]),
     ]

@@ -146,7 +146,7 @@ def test_table_has_baselines_first_and_the_least_divergence_next(summary):
         "sinks + window",
     ]
     assert table.baselines == 2
-    assert table.columns[-2:] == ("facts at 90%", "facts at 10%")
+    assert table.columns[-2:] == ("needles at 90%", "needles at 10%")
     assert [row[-1] for row in table.rows] == ["80%", "–", "20%", "–", "0%"]
     ratios = dict(zip((row[0].partition(":")[0] for row in table.rows), (row[8] for row in table.rows), strict=True))
     assert ratios["sinks + window"] == "2.00 × (2.00 to 2.00)"

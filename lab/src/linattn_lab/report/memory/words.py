@@ -79,7 +79,7 @@ def table_at(summary: MemorySummary, num_tokens: int, budget: int) -> Table:
     # What the full cache alone has is not scored.
     depths = list(dict.fromkeys(depth for line in within for depth in line.facts))
     tasks = list(dict.fromkeys(name for line in within for name in line.tasks))
-    columns = (*_COLUMNS, *(f"facts at {depth}" for depth in depths), *tasks)
+    columns = (*_COLUMNS, *(f"needles at {depth}" for depth in depths), *tasks)
     return Table(columns, tuple(_row(line, depths, tasks) for line in lines), baselines=len(baselines))
 
 
@@ -92,12 +92,13 @@ def setting_words(summary: MemorySummary) -> str:
         f"{counted(header.num_passages, 'passage')} each of "
         f"{', '.join(f'{kind} ({source})' for kind, source in header.texts.items())}, read in chunks of "
         f"{header.chunk} tokens. A budget of N tokens is the bytes of N exact keys and values, per layer and key/value "
-        "head, everything counted. Unmerged: share of the text's tokens that fit before any are merged or evicted. KL "
-        f"in nats of the last {header.num_measured} predictions from the full cache's, which itself is read again in "
-        "chunks of another length as a control; ÷ bounded cache: the ratio of KL to the default's in the geometric "
-        "mean over passages, with a 95 % bootstrap interval. Tokens alike: of the greedy text before it leaves the "
-        f"full cache's, of {header.num_written}. Peak: bytes kept, and the most that one more chunk allocates. Times: "
-        "medians over passages, and their range."
+        "head, everything counted. Unmerged: share of the text's tokens that fit before any are merged or evicted. MB: "
+        "bytes of the bounded layers; peak MB: with the most that one more chunk allocates. KL: divergence of the last "
+        f"{header.num_measured} predictions from the full cache's, in nats: mean, median, 99th percentile, largest. "
+        "The full cache is read again in chunks of another length as a control. ÷ bounded cache: KL ÷ the default's, "
+        "geometric mean over passages with a 95 % bootstrap interval. Same token: how often the likeliest token is "
+        f"the full cache's. Tokens alike: of {header.num_written} greedy tokens, those before the first that differs. "
+        "Times: medians over passages, and their range."
     )
     for place, score in summary.unanswered.items():
         words += f" {place} tokens is not scored: the full cache itself has {score:.0%}."
