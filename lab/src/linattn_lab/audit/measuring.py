@@ -10,7 +10,6 @@ Letters: B batch, H query heads, L tokens, D head width.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -48,6 +47,7 @@ from linattn_lab.rounds import Unit, in_rounds
 _NUM_ROWS = 128
 _FEWEST_TOKENS = 8
 _MOST_RANKED = 1024
+_LONG_ENOUGH = 0.2
 _SILENT = Silent()
 _Unit = Unit[AuditRow]
 
@@ -92,14 +92,12 @@ class Audit:
         methods = tuple(method for method in grid.methods if method.label not in left_out)
         self.grid = replace(grid, methods=methods)
         self._samples = self._built(calls[0])
-        self._layers, seconds = [], []
+        truth = partial(LayerTruth, first=first, num_rows=_NUM_ROWS)
+        self._layers = []
         for number, call in enumerate(calls):
             watch.pass_by(f"Exact answers, layer {number + 1} of {len(calls)}")
-            begun = time.monotonic()
-            self._layers.append(LayerTruth(call, first=first, num_rows=_NUM_ROWS))
-            seconds.append(time.monotonic() - begun)
-        # The first layer is slow for being the first.
-        self.seconds_per_unit = statistics.median(seconds) / exact_work(length)
+            self._layers.append(truth(call))
+        self.seconds_per_unit = _mean_seconds(partial(truth, calls[0])) / exact_work(length)
         self.header = Header(
             versions=versions("linattn", "linattn-compiled", "torch", "transformers"),
             model=loaded.name,
@@ -293,6 +291,15 @@ class Audit:
             return built.attend(call.query, call.key, call.value, is_causal=call.is_causal)
 
         return answer
+
+
+def _mean_seconds(measure: Callable[[], object]) -> float:
+    """Mean seconds of a call, warm and for a while: a short one says little of a machine that others use too."""
+    num_calls, begun = 0, time.monotonic()
+    while (seconds := time.monotonic() - begun) < _LONG_ENOUGH:
+        measure()
+        num_calls += 1
+    return seconds / num_calls
 
 
 def _alone(row: AuditRow) -> Iterator[AuditRow]:

@@ -17,7 +17,7 @@ def exact_work(num_tokens: int) -> float:
 
 def ranks_work(num_tokens: int) -> float:
     """The limits of one layer's heads, by singular values."""
-    return 1.3e-3 * num_tokens**2
+    return 4.5e-3 * num_tokens**2
 
 
 def pass_work(num_tokens: int) -> float:
