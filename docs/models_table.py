@@ -77,7 +77,7 @@ def _uses(row: Row) -> str:
     return "all work" + (f"; softmax has no {', '.join(absent)}" if absent else "")
 
 
-def _reasons(rows: dict[str, Row]) -> list[tuple[str, str, str]]:
+def _reasons(rows: dict[str, Row]) -> list[tuple[str, ...]]:
     """Each reason, with the models that each function refuses for it."""
     reasons: dict[str, tuple[list[str], list[str]]] = {}
     for name, row in rows.items():
