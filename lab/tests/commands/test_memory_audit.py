@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -53,7 +55,7 @@ def test_files_and_what_is_printed(run, tmp_path):
     assert (header.budgets, header.kinds, header.lengths) == ([40, 80], list(KINDS), [64, 96])
     assert len(rows) == 2 * 2 * (2 + 2 * 2)
     words = " ".join(result.output.split())
-    assert "24 figures to measure, about 0 minutes on this machine." in words
+    assert re.search(r"24 figures to measure, about \d+ minutes on this machine\.", words)
     assert "What does a bounded KV cache lose?" in words
     assert "64 tokens within the bytes of 80 keys" in words
     assert "needles" not in words
