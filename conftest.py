@@ -47,8 +47,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Garbage is no longer looked for among modules and twenty thousand tests: each training looks for it once."""
+    """Garbage is no longer looked for among modules and twenty thousand tests: each training looks for it once.
+
+    Nor so often: graphs are recorded of so many small objects that an eighth of the time would go into it.
+    """
     gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture(autouse=True)
