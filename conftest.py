@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
     from scheduling import Groups
 
-# The laws' tensors are small: one thread each, so that parallel workers do not fight over cores.
-torch.set_num_threads(1)
-
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Groups | None:
