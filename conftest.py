@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
     from scheduling import Groups
 
-# The laws' tensors are small: one thread each, so that parallel workers do not fight over cores.
-torch.set_num_threads(1)
-
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Groups | None:
@@ -47,8 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Garbage is no longer looked for among modules and twenty thousand tests: each training looks for it once."""
+    """Garbage is no longer looked for among modules and twenty thousand tests: each training looks for it once.
+
+    Nor so often: graphs are recorded of so many small objects that an eighth of the time would go into it.
+    """
     gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture(autouse=True)

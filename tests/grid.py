@@ -33,6 +33,8 @@ from linattn.feature_maps import (
     Trigonometric,
 )
 
+# The laws' tensors are small: one thread each, so that parallel workers do not fight over cores, from the first map on.
+torch.set_num_threads(1)
 BACKENDS = ("reference", "blocked")
 HEAD_DIM = 8
 NUM_FEATURES = 12

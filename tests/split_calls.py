@@ -164,6 +164,7 @@ def errors_of_calls(mesh: DeviceMesh, calls: list[Whole], layouts: list[tuple[in
 
 def compiled_errors(mesh: DeviceMesh, call: Whole) -> dict[str, float]:
     """How far a compiled call's rows and gradients are from an eager one's, in one graph."""
+    torch.compiler.reset()
     feature_map, (followed, _) = call.map(), call.tensors()
     part = own_part(mesh, LENGTHS[2][0])
     own = {name: _at(name, x, part).clone().requires_grad_() for name, x in followed.items()}

@@ -121,6 +121,7 @@ def trained_told(mesh: DeviceMesh) -> list[str]:
 
 def compiled_told(mesh: DeviceMesh, change: dict[str, Any]) -> str:
     """What a compiled call is told where the last rank's has a change."""
+    torch.compiler.reset()
     given = {"seed": 0, "is_causal": True, "batch": 1} | (change if mesh.get_local_rank() else {})
     feature_map = FavorPlus(HEAD_DIM, 8, seed=given["seed"])
     qkv = [tokens(given["batch"], 1, LENGTH, HEAD_DIM, seed=seed) for seed in range(3)]

@@ -16,7 +16,7 @@ from linattn.convert.stages import measure
 from linattn.hf import from_pretrained, intercept, is_linearized, linearize_, restore_, save_pretrained
 
 # Of the ticking clock, on which a step takes half a second and what belongs to it as much.
-SECONDS = 12
+SECONDS = 8
 CONFIG = ConvertConfig("LearnedExponential(num_features=8)", minutes=SECONDS / 60, learning_rate=1e-3)
 EXACT_PART = "Expansion(num_centres=2) + window 4"
 

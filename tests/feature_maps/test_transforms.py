@@ -109,6 +109,7 @@ def test_a_projection_swapped_from_outside_is_used_and_differentiated() -> None:
     ids=["FavorPlus", "Taylor", "Centred", "Balanced", "Sderf"],
 )
 def test_compiles_whole(feature_map: FeatureMap) -> None:
+    torch.compiler.reset()
     x = inputs(2, 3)
     compiled = torch.compile(lambda x: outputs(feature_map, x), fullgraph=True, backend="aot_eager")
     for found, expected in zip(compiled(x), outputs(feature_map, x), strict=True):

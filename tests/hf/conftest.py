@@ -59,7 +59,7 @@ CACHE_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def build() -> Callable[..., PreTrainedModel]:
     """A function that builds one family's base model, or another head of it, in evaluation mode."""
 

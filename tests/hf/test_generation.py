@@ -14,7 +14,7 @@ TEXT = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(5))
 MASK = torch.ones_like(TEXT)
 MASK[1, :4] = 0
 # No text ends early, so that every comparison is of as many tokens.
-LENGTH = {"max_new_tokens": 12, "min_new_tokens": 12}
+LENGTH = {"max_new_tokens": 8, "min_new_tokens": 8}
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_prefill_in_chunks_and_continuing(linear, family, layers):
     start = tokens(model, **some)
     assert torch.equal(start, wanted[:, :14])
     mask = torch.cat((MASK, torch.ones(2, 5, dtype=torch.long)), 1)
-    assert torch.equal(tokens(model, start, mask, **{**some, "max_new_tokens": 7, "min_new_tokens": 7}), wanted)
+    assert torch.equal(tokens(model, start, mask, **{**some, "max_new_tokens": 3, "min_new_tokens": 3}), wanted)
 
 
 @pytest.mark.parametrize("family", LANGUAGE_HEADS)
@@ -99,7 +99,7 @@ def test_caches_asked_for_by_the_user_stay(linear):
     wanted = tokens(model, do_sample=False)
     given = DynamicCache()
     assert torch.equal(tokens(model, do_sample=False, past_key_values=given), wanted)
-    assert given.get_seq_length() == 20
+    assert given.get_seq_length() == 16
     named = tokens(model, do_sample=False, cache_implementation="dynamic", return_dict_in_generate=True)
     assert torch.equal(named.sequences, wanted)
     assert type(named.past_key_values) is DynamicCache

@@ -18,13 +18,19 @@ DEEP = "[" * 200_000
 DIGITS = "9" * 6000
 
 
-@pytest.fixture
-def folder(build, tmp_path):
+@pytest.fixture(scope="module")
+def saved(build, tmp_path_factory):
     """A whole one, of one map for all heads."""
-    model = build("bert")
+    model, path = build("bert"), tmp_path_factory.mktemp("saved") / "whole"
     linearize_(model, method="FavorPlus(num_features=16)")
-    save_pretrained(model, tmp_path / "whole")
-    return tmp_path / "whole"
+    save_pretrained(model, path)
+    return path
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy, to be damaged."""
+    return shutil.copytree(saved, tmp_path / "whole")
 
 
 @pytest.fixture(autouse=True)

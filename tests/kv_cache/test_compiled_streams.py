@@ -294,6 +294,7 @@ def test_it_says_why_not(change: object, config: MergedKV, words: str) -> None:
 
 
 def test_graphs_and_maps_of_functions_leave_it_alone() -> None:
+    torch.compiler.reset()
     query, key, value = given()
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -207,6 +207,7 @@ RECORDED = {"merged": by_merging(MergedKV(16, 9, None)), "window": by_map(build(
 @pytest.mark.parametrize("kind", RECORDED)
 def test_a_graph_that_knows_no_mask(kind: str, is_causal: bool, transform: str) -> None:
     """Rows are turned there."""
+    torch.compiler.reset()
     way, (given, mask) = RECORDED[kind], padded(3.0)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:

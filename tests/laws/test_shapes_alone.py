@@ -4,8 +4,6 @@ torch.export makes of a layer is the layer.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -225,7 +223,7 @@ def test_steps_are_exported_with_the_map_that_their_state_was_built_with(name: s
                 torch.export.export(step, (*token, state))
 
 
-def test_a_program_that_another_process_exported_is_refused(tmp_path: Path) -> None:
+def test_a_program_that_another_process_exported_is_refused(tmp_path: Path, run_program) -> None:
     """It finds its map by a number, which no other map may have."""
     layer = nn.LinearAttention(WIDTH, 2, build("FavorPlus")).double().eval()
     torch.export.save(torch.export.export(layer, (tokens(2, 7, WIDTH),)), tmp_path / "program.pt2")
@@ -238,6 +236,5 @@ def test_a_program_that_another_process_exported_is_refused(tmp_path: Path) -> N
         except RuntimeError as error:
             print(error)
     """
-    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "program.pt2")]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = run_program(textwrap.dedent(script), tmp_path / "program.pt2")
     assert "runs in the process that exported it" in found.stdout

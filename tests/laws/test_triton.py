@@ -4,9 +4,7 @@ each file of laws runs in a process of its own.
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,22 +27,19 @@ pytestmark = pytest.mark.skipif(
 FILES = sorted((Path(__file__).parent / "triton").glob("laws_*.py"))
 
 
+# Before anything has imported Triton.
+PROGRAM = """
+import os, sys, pytest
+os.environ["TRITON_INTERPRET"] = sys.argv.pop()
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_laws_hold(path: Path) -> None:
+def test_laws_hold(path: Path, run_program) -> None:
     # What an interpreter computes in masked lanes overflows, and numpy says so.
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "ignore::RuntimeWarning",
-        str(path),
-    ]
-    environment = os.environ | {"TRITON_INTERPRET": str(int(not torch.cuda.is_available()))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    options = ["-x", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
+    done = run_program(PROGRAM, *options, path, int(not torch.cuda.is_available()))
     assert done.returncode == 0, done.stdout[-8000:]
 
 

@@ -383,6 +383,6 @@ def test_a_long_training_is_kept_every_minute(training, tmp_path):
     folder = WorkFolder(tmp_path, {}, kind="conversion")
     draft = folder.draft
     folder.draft = lambda name, progress: (steps.append(progress.step), draft(name, progress))[1]
-    train(by_steps(training, point, 5000, rate=1e-3), folder, quiet)
+    train(by_steps(training, point, 3000, rate=1e-3), folder, quiet)
     # A step takes half a second, a look more.
     assert max(b - a for a, b in pairwise([0, *steps])) == 120

@@ -18,6 +18,8 @@ from linattn_lab.audit.records import HeadRow, LengthsRow, ModelRow, RankRow, Ti
 from linattn_lab.built_methods import build
 from linattn_lab.costs import flops_per_token, state_numbers
 
+# A process audits each model once.
+pytestmark = pytest.mark.xdist_group("audits of heads")
 LABELS = (
     "FavorPlus",
     "Oprf",

@@ -15,6 +15,9 @@ from linattn_lab.experiments.performer.figure_2 import crossing
 from linattn_lab.experiments.performer.theorem_1 import ratio
 from linattn_lab.experiments.performer.theorem_4 import projections_of_the_theorem
 
+# A process takes each experiment's figures once.
+pytestmark = pytest.mark.xdist_group("figures of performer_analytic")
+
 
 def scaled(factor, *parts):
     """Projection whose series has one of these parts, or all, multiplied by a factor."""

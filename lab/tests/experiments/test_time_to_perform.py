@@ -12,6 +12,9 @@ from linattn_lab.experiments.time_to_perform.johnson_lindenstrauss import KERNEL
 from linattn_lab.experiments.time_to_perform.normaliser_sums_over_d import PRINTED, RIGHT
 from linattn_lab.experiments.time_to_perform.one_random_matrix import BOTH, KEYS
 
+# A process takes each experiment's figures once.
+pytestmark = pytest.mark.xdist_group("figures of time_to_perform")
+
 # Experiment, its verdict, the verdict of doctored rows, how each value is doctored.
 CASES = [
     ("normaliser-sums-over-d", "fails", "holds", lambda row: 1e-16 if row.series == PRINTED else None),

@@ -55,10 +55,10 @@ def test_a_training_cut_off_is_one_that_was_not(build, corpus, kind, tmp_path):
     options = KINDS[kind]
     redraw = 5 if "method" not in options and "pattern" not in options else None
     # As many looks and checkpoints as steps.
-    config = replace(CONFIG, steps=16, redraw_every=redraw)
+    config = replace(CONFIG, steps=11, redraw_every=redraw)
     whole = build(**options)
     expected = pretrain(whole, corpus, config)
-    cuts = [3, 8, 13]
+    cuts = [3, 6, 9]
 
     def cut(name, share, progress):
         if cuts and progress.step == cuts[0]:
