@@ -80,7 +80,7 @@ def test_enough_keys_are_softmax_attention_in_any_cut() -> None:
 def test_a_stream_may_be_cut_anywhere(config: MergedKV, masked: bool) -> None:
     mask = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(2)) > 0.2 if masked else None
     whole = streamed([slice(None)], config, mask)
-    for cuts in ([1, 5, 6, 7, 30], [8, 16], [44], list(range(1, LENGTH))):
+    for cuts in ([1], [8], [16], [5, 6, 7, 30], list(range(1, LENGTH)), [44]):
         pieces = [slice(*pair) for pair in itertools.pairwise([0, *cuts, LENGTH])]
         torch.testing.assert_close(streamed(pieces, config, mask), whole, rtol=1e-11, atol=1e-11)
     assert torch.equal(whole, attend(*qkv(num_queries=LENGTH, num_keys=LENGTH), config, key_mask=mask, is_causal=True))
@@ -329,7 +329,6 @@ def test_rows_without_keys_are_0() -> None:
 )
 def test_compiled_and_mapped_calls_are_those_of_eager(is_causal: bool, bits: int | None) -> None:
     """The search for pairs is one operator, since its rounds depend on the data."""
-    torch.compiler.reset()
     given = qkv(num_queries=13, num_keys=13)
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

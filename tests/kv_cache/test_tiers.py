@@ -47,7 +47,7 @@ def attend(given: tuple[Tensor, ...], config: MergedKV, **options: object) -> Te
 def test_a_stream_may_be_cut_anywhere(config: MergedKV, masked: bool) -> None:
     mask = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(2)) > 0.2 if masked else None
     whole, other = streamed(qkv(**SIZES), config, [], mask)
-    for cuts in ([1, 5, 6, 7, 30], list(range(1, LENGTH))):
+    for cuts in ([1], [5, 6, 7, 30], list(range(1, LENGTH))):
         out, state = streamed(qkv(**SIZES), config, cuts, mask)
         torch.testing.assert_close(out, whole, rtol=1e-11, atol=1e-11)
         for x, y in zip(pytree.tree_leaves(state), pytree.tree_leaves(other), strict=True):
