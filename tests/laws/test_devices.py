@@ -17,6 +17,7 @@ import layers
 import linattn
 from grid import CAUSAL_MAPS, MAPS, build, qkv, tokens
 from linattn import MergedKV, positions
+from linattn.softmax import checking, precision
 
 # A device type that every build of torch can name, and none has.
 ELSEWHERE = "lazy"
@@ -29,14 +30,22 @@ CONFIGS = (
 )
 
 
+class Torch:
+    """Torch as the checks see it: it knows no autocast elsewhere. Torch itself stays, whose compiler reads it once."""
+
+    def is_autocast_enabled(self, kind: str) -> bool:
+        return kind != ELSEWHERE and torch.is_autocast_enabled(kind)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+
 @pytest.fixture(autouse=True)
 def _named_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch asks for a module of the device's name, and knows no autocast there."""
-    own = torch.is_autocast_enabled
+    """Fake tensors ask for a module of the device's name."""
     monkeypatch.setattr(torch, ELSEWHERE, torch.cpu, raising=False)
-    monkeypatch.setattr(
-        torch, "is_autocast_enabled", lambda kind=None: kind != ELSEWHERE and own(*filter(None, [kind]))
-    )
+    for module in (checking, precision):
+        monkeypatch.setattr(module, "torch", Torch())
 
 
 def stays_there(call: Callable[..., object], given: list[Tensor], *modules: nn.Module) -> None:
