@@ -101,9 +101,7 @@ def kept_layers(conversion: Conversion) -> list[str]:
 
 def model_card(conversion: Conversion, name: str) -> str:
     """The model card of a converted model, as Markdown; `name` is that of the model it was made from."""
-    steps = ", ".join(
-        f"{one.steps} steps of {one.name} in {one.seconds / 60:.1f} minutes" for one in conversion.trainings
-    )
+    steps = ", ".join(f"{x.steps} steps of {x.name} in {x.seconds / 60:.1f} minutes" for x in conversion.trainings)
     layers = conversion.linearization
     parts = [
         f"# {name} with linear attention",

@@ -17,11 +17,7 @@ PLAIN = "sinks + window"
 FEW_BITS = (8, 4)
 """Of merged keys that are measured in few bits, beside the first share."""
 
-CHOICES = (
-    PLAIN,
-    *(f"merged keys, {near:.0%} near" for near in NEAR),
-    *(f"merged keys in {bits} bits" for bits in FEW_BITS),
-)
+CHOICES = (PLAIN, *(f"merged keys, {x:.0%} near" for x in NEAR), *(f"merged keys in {x} bits" for x in FEW_BITS))
 """Names of what a plan chooses from, the plain window first: what a converted model can keep."""
 
 _KIND, _VERSION = "linattn memory plan", 3

@@ -229,8 +229,7 @@ def attend_with_window(
     is_causal: bool,
 ) -> Tensor:
     """Rows (B, H, L, Dv) with a window alone."""
-    views = Views.of(lengths, window, is_causal=is_causal)
-    attend = _causal if is_causal else _bidirectional
+    views, attend = Views.of(lengths, window, is_causal=is_causal), _causal if is_causal else _both_ways
     return attend(ranks, with_neighbours(ranks, part, views), views, feature_map, window, backend)
 
 
@@ -249,9 +248,7 @@ def _causal(ranks: Ranks, view: Part, views: Views, feature_map: FeatureMap, win
     return view._replace(query=query).attended(feature_map, before, window, backend)[:, :, num_before:]
 
 
-def _bidirectional(
-    ranks: Ranks, view: Part, views: Views, feature_map: FeatureMap, window: int, backend: str
-) -> Tensor:
+def _both_ways(ranks: Ranks, view: Part, views: Views, feature_map: FeatureMap, window: int, backend: str) -> Tensor:
     """The view's tokens are read from the state before it and from the one after it."""
     rank, first, end = ranks.rank, views.firsts[ranks.rank], views.ends[ranks.rank]
     former = views.ends[rank - 1] if rank else 0

@@ -55,8 +55,7 @@ def _later_blocks(call: Call, backend: Backend, after: Sums, window: int) -> Par
         stop = min(start + size, padded - window)
         rows = query[..., padded - window - stop : padded - window - start, :].flip(3)
         end = min(padded - start, length)
-        short = padded - start - end
-        keys = call.with_keys(slice(padded - stop, end))
+        short, keys = padded - start - end, call.with_keys(slice(padded - stop, end))
         later = keys.bias
         if short and later is None:
             later = after.z.new_zeros(rows.shape[0], 1, keys.key.shape[2])

@@ -51,8 +51,7 @@ def decayed(keys: Kept, log_factor: Tensor) -> Kept:
     """Keys whose weights are multiplied by exp(log_factor), (B or 1, H or 1)."""
     if isinstance(keys, WindowKeys):
         return keys.decay(log_factor)
-    is_one = log_factor.shape[0] == 1
-    groups = zip(keys.keys, keys.rows, strict=True)
+    is_one, groups = log_factor.shape[0] == 1, zip(keys.keys, keys.rows, strict=True)
     return RowGroups(keys.rows, tuple(x.decay(log_factor if is_one else log_factor[list(rows)]) for x, rows in groups))
 
 

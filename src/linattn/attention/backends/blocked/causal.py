@@ -18,35 +18,11 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.backend import Rows
+from linattn.attention.backends.blocked import features, records
 from linattn.attention.backends.blocked.blocks import Running, Workspace, add_product_, blocks, by_columns, num_blocks
-from linattn.attention.backends.blocked.features import (
-    BiasGradient,
-    KeyBlocks,
-    Keys,
-    query_block,
-    query_gradient,
-    query_rows,
-    read_queries,
-    repeated_query_features,
-    store_masked,
-    store_queries,
-)
 from linattn.attention.backends.blocked.grouped import BlockState, GroupedGradients, GroupedRows, TokenGradients
 from linattn.attention.backends.blocked.jumps import Split, split, split_gradients, split_rows
-from linattn.attention.backends.blocked.records import (
-    Causal,
-    CausalOutputs,
-    Gradients,
-    KeyGradients,
-    Saved,
-    SavedRows,
-    empty_rows,
-    empty_sums,
-    saved_rows,
-    store_rows,
-    sums_of,
-    times_z,
-)
+from linattn.attention.backends.blocked.records import Causal, CausalOutputs, Gradients, KeyGradients, Saved, SavedRows
 from linattn.attention.sums import Sums, lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.feature_maps._map_gradients import MapGradients
@@ -63,15 +39,15 @@ class JointRows:
 
     def __init__(self, feature_map: FeatureMap, inputs: Causal, span: int) -> None:
         self.map, self.query, self.span, self.space = feature_map, inputs.query, span, Workspace(inputs.S)
-        self.keys, self.groups = KeyBlocks(feature_map, inputs, self.space), inputs.query.shape[2]
+        self.keys, self.groups = features.KeyBlocks(feature_map, inputs, self.space), inputs.query.shape[2]
 
     def advance(self, block: slice, state: Running) -> tuple[Tensor, Tensor, Tensor | None]:
         """Num (B·H, G·n, Dv), den (B·H, G·n, 1) and its exponent (B, H, G·n), None for 0; the block is folded in."""
         space = self.space
         keys, values, apart = self.keys.features(block, state.m), self.keys.values(block), None
-        x, c = query_rows(self.query, block, space), keys.peak(state.m)
+        x, c = features.query_rows(self.query, block, space), keys.peak(state.m)
         if self.sees_sums_alone(block):
-            rows = read_queries(self.map, x, self.keys.base(state.m), space, partial(self._sums, state))
+            rows = features.read_queries(self.map, x, self.keys.base(state.m), space, partial(self._sums, state))
             state.rescale(c)
             state.fold_in(keys.turned_relative_to(c), values, keys.total)
             return rows
@@ -82,7 +58,7 @@ class JointRows:
         state.rescale(c)
         phi_k = keys.turned_relative_to(c)
         sums = partial(self._sums, state, past=(phi_k.flatten(0, 1), values.flatten(0, 1)))
-        num, den, reference = read_queries(self.map, x, self.keys.base(c), space, sums)
+        num, den, reference = features.read_queries(self.map, x, self.keys.base(c), space, sums)
         state.fold_in(phi_k, values, keys.total)
         if safe is None or apart is None:
             return num, den, reference
@@ -93,15 +69,15 @@ class JointRows:
     def _sums(self, state: Running, phi_q: Tensor, past: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Num and den of features over the sums, and over a block's own past of features and values."""
         if past is None:
-            return self.space.product("num", phi_q, state.S), times_z(phi_q, state.z)
+            return self.space.product("num", phi_q, state.S), records.times_z(phi_q, state.z)
         # (φ(q)φ(k)ᵀ)v + φ(q)S: the block's own past first, n × n weights; then what came before it.
         weights = self.hide_later_(self.space.product("weights", phi_q, past[0].mT))
         num = self.space.product("num", weights, past[1]).baddbmm_(phi_q, state.S)
         return num, torch.baddbmm(weights.sum(-1, keepdim=True).mT, state.z.unsqueeze(-2), phi_q.mT).mT
 
-    def cut(self, x: Tensor, keys: Keys, values: Tensor, m: Tensor) -> Split:
+    def cut(self, x: Tensor, keys: features.Keys, values: Tensor, m: Tensor) -> Split:
         """A block, ready for rows each on a scale of its own; the queries' buffer is written over."""
-        t = query_block(self.map, x, self.space, -self.keys.base(m).start)
+        t = features.query_block(self.map, x, self.space, -self.keys.base(m).start)
         return split(t, keys, values, self.groups, self.span)
 
     def sees_sums_alone(self, block: slice) -> bool:
@@ -109,7 +85,7 @@ class JointRows:
         length: int = block.stop - block.start
         return length <= self.span
 
-    def safe_heads(self, keys: Keys, block: slice, m: Tensor, c: Tensor) -> Tensor | None:
+    def safe_heads(self, keys: features.Keys, block: slice, m: Tensor, c: Tensor) -> Tensor | None:
         """(B, H): where c exceeds, in no feature, by the allowed jump what the first row with a key sees; None for
         everywhere.
 
@@ -170,12 +146,12 @@ class JointGradients(JointRows):
     def __init__(self, feature_map: FeatureMap, saved: Saved, span: int, at_once: int) -> None:
         super().__init__(feature_map, saved.inputs, span)
         self.back, self._saved = MapGradients(feature_map, saved.tensors, at_once=at_once), saved
-        self.of_bias = BiasGradient(saved.inputs.bias, saved.inputs.key.shape[1], wanted=saved.bias_grad)
+        self.of_bias = features.BiasGradient(saved.inputs.bias, saved.inputs.key.shape[1], wanted=saved.bias_grad)
 
     def pull(self, visit: BlockState, grad_S: Tensor, grad_z: Tensor, tokens: TokenGradients) -> tuple[Tensor, Tensor]:
         """Gradients of S and z before a block, from those after, which may be written over; its tokens' are stored."""
-        x_q, value = query_rows(self.query, visit.block, self.space), self.keys.values(visit.block)
-        rows = saved_rows(self._saved, visit.block, x_q, self.space)
+        x_q, value = features.query_rows(self.query, visit.block, self.space), self.keys.values(visit.block)
+        rows = records.saved_rows(self._saved, visit.block, x_q, self.space)
         if self.sees_sums_alone(visit.block):
             pulled = self._pull_apart(visit, rows, value, grad_S, grad_z, None)
         elif visit.safe is None:
@@ -189,9 +165,9 @@ class JointGradients(JointRows):
             pulled = self._pull_joint(visit, rows, value, grad_S, grad_z).where(visit.safe, apart)
         block, masked = visit.block, self.keys.masked(visit.block)
         self.of_bias.store(block, masked, pulled.keys.log)
-        self.back.query(x_q, pulled.t, partial(store_queries, tokens.query[..., block, :]))
-        self.back.key(visit.x, pulled.keys, partial(store_masked, tokens.key[:, :, block], masked))
-        store_masked(tokens.value[:, :, block], masked, pulled.value)
+        self.back.query(x_q, pulled.t, partial(features.store_queries, tokens.query[..., block, :]))
+        self.back.key(visit.x, pulled.keys, partial(features.store_masked, tokens.key[:, :, block], masked))
+        features.store_masked(tokens.value[:, :, block], masked, pulled.value)
         return pulled.S, pulled.z
 
     def _pull_joint(self, visit: BlockState, rows: SavedRows, value: Tensor, grad_S: Tensor, grad_z: Tensor) -> Pulled:
@@ -202,11 +178,11 @@ class JointGradients(JointRows):
             S = torch.mul(before.S, decay.unsqueeze(-1), out=space.buffer("S", *before.S.shape))
             before = Sums(S, before.z * decay, c)
         S, z = before.S.flatten(0, 1), before.z.flatten(0, 1)
-        shaped_q = repeated_query_features(self.map, rows.x, self.keys.base(c), rows.reference, space)
+        shaped_q = features.repeated_query_features(self.map, rows.x, self.keys.base(c), rows.reference, space)
         phi_q, phi_k, v = shaped_q.flatten(0, 1), visit.phi_k.flatten(0, 1), value.flatten(0, 1)
         weights = self.hide_later_(space.product("weights", phi_q, phi_k.mT))
         grad_num, grad_den = rows.gradients(
-            lambda: (weights @ v + phi_q @ S, weights.sum(-1, keepdim=True) + times_z(phi_q, z)), space
+            lambda: (weights @ v + phi_q @ S, weights.sum(-1, keepdim=True) + records.times_z(phi_q, z)), space
         )
         # Of scores φ(q)φ(k)ᵀ: [grad num, grad den] [v, 1]ᵀ where a row sees the key, (B·H, G·n, n).
         grad_scores = self.hide_later_(space.product("grad_scores", grad_num, v.mT).add_(grad_den))
@@ -222,7 +198,7 @@ class JointGradients(JointRows):
         add_product_(flat_grad_S, phi_q, grad_num)
         grad_z.add_(torch.bmm(grad_den.mT, phi_q).view(grad_z.shape))
         return Pulled(
-            query_gradient(grad_phi_q.view(shaped_q.shape), shaped_q, c, rows.reference, exponential),
+            features.query_gradient(grad_phi_q.view(shaped_q.shape), shaped_q, c, rows.reference, exponential),
             visit.keys.gradients(c, visit.phi_k, grad_phi_k.view(visit.phi_k.shape)),
             grad_v.view(value.shape),
             grad_S if decay is None else grad_S.mul_(decay.unsqueeze(-1)),
@@ -235,21 +211,22 @@ class JointGradients(JointRows):
         """Rows that read the sums at their own exponent, and where it jumps their block's own past, in rectangles."""
         (S, z, m), c, space, exponential = visit.before, visit.c, self.space, self.map.exponential
         flat_S, flat_z, length = S.flatten(0, 1), z.flatten(0, 1), value.shape[2]
-        shaped_q = repeated_query_features(self.map, rows.x, self.keys.base(m), rows.reference, space)
+        shaped_q = features.repeated_query_features(self.map, rows.x, self.keys.base(m), rows.reference, space)
         phi_q, phi_k, v = shaped_q.flatten(0, 1), visit.phi_k.flatten(0, 1), value.flatten(0, 1)
         grad_num, grad_den = rows.gradients(
-            lambda: split_rows(cut, length, visit.before)[:2] if cut else (phi_q @ flat_S, times_z(phi_q, flat_z)),
+            lambda: (
+                split_rows(cut, length, visit.before)[:2] if cut else (phi_q @ flat_S, records.times_z(phi_q, flat_z))
+            ),
             space,
         )
         grad_phi_q = space.product("grad_q", grad_num, flat_S.mT).addcmul_(grad_den, flat_z.unsqueeze(-2))
         flat_grad_S = grad_S.flatten(0, 1)
         grad_phi_k = space.product("grad_k", v, flat_grad_S.mT).add_(grad_z.flatten(0, 1).unsqueeze(-2))
-        grad_v = space.product("grad_v", phi_k, flat_grad_S).view(value.shape)
-        decay = (m - c).exp_()
+        grad_v, decay = space.product("grad_v", phi_k, flat_grad_S).view(value.shape), (m - c).exp_()
         grad_S.mul_(decay.unsqueeze(-1))
         add_product_(flat_grad_S, phi_q, grad_num)
         grad_z.mul_(decay).add_(torch.bmm(grad_den.mT, phi_q).view(grad_z.shape))
-        grad_t = query_gradient(grad_phi_q.view(shaped_q.shape), shaped_q, m, rows.reference, exponential)
+        grad_t = features.query_gradient(grad_phi_q.view(shaped_q.shape), shaped_q, m, rows.reference, exponential)
         of_keys = visit.keys.gradients(c, visit.phi_k, grad_phi_k.view(visit.phi_k.shape))
         if cut is None:
             return Pulled(grad_t, of_keys, grad_v, grad_S, grad_z)
@@ -272,12 +249,12 @@ def sweep(feature_map: FeatureMap, inputs: Causal, span: int, checkpoints: Sums 
         fold = GroupedRows(feature_map, inputs, span)
     else:
         fold = JointRows(feature_map, inputs, span)
-    state, rows = Running(sums_of(inputs)), empty_rows(inputs.query, inputs.S)
+    state, rows = Running(records.sums_of(inputs)), records.empty_rows(inputs.query, inputs.S)
     for index, block in enumerate(blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span)):
         if checkpoints is not None and index and index % SEGMENT == 0:
             for target, now in zip(checkpoints, state.views(), strict=True):
                 target[:, index // SEGMENT - 1] = now
-        store_rows(rows, block, *fold.advance(block, state))
+        records.store_rows(rows, block, *fold.advance(block, state))
     return rows, state.sums()
 
 
@@ -294,7 +271,7 @@ def backward(feature_map: FeatureMap, saved: Saved, span: int = 0) -> Gradients:
     S, z = by_columns(saved.grads.S), saved.grads.z.clone(memory_format=torch.contiguous_format)
     cut = blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span)
     for first in reversed(range(0, len(cut), SEGMENT)):
-        before = outputs.kept(first // SEGMENT) if first else sums_of(inputs)
+        before = outputs.kept(first // SEGMENT) if first else records.sums_of(inputs)
         for visit in reversed(_segment_states(fold, cut[first : first + SEGMENT], before)):
             # Those of the sums before a block are written over those after it.
             for target, x in zip((S, z), fold.pull(visit, S, z, tokens), strict=True):
@@ -312,8 +289,7 @@ def _segment_states(fold: JointGradients | GroupedGradients, segment: list[slice
         x, v = fold.keys.tokens(block, f"{slot} "), fold.keys.values(block)
         keys = fold.keys.features(block, m, x, f"{slot} " if fold.keeps_features else "")
         c = keys.peak(m)
-        safe = fold.safe_heads(keys, block, m, c)
-        phi_k = keys.turned_relative_to(c)
+        safe, phi_k = fold.safe_heads(keys, block, m, c), keys.turned_relative_to(c)
         visits.append(BlockState(block, Sums(S, z, m), c, x, keys, phi_k, safe))
         if slot + 1 < len(segment):
             state.rescale(c)
@@ -323,11 +299,11 @@ def _segment_states(fold: JointGradients | GroupedGradients, segment: list[slice
 
 def empty_outputs(inputs: Causal, span: int) -> CausalOutputs:
     """Memory for all outputs."""
-    rows, checkpoints = empty_rows(inputs.query, inputs.S), empty_checkpoints(inputs, span)
-    return CausalOutputs(*rows, *empty_sums(inputs), *checkpoints)
+    rows, checkpoints = records.empty_rows(inputs.query, inputs.S), empty_checkpoints(inputs, span)
+    return CausalOutputs(*rows, *records.empty_sums(inputs), *checkpoints)
 
 
 def empty_checkpoints(inputs: Causal, span: int) -> Sums:
     """Memory for the sums before every segment but the first, which are given: (B, K, H, …)."""
     num_kept = max(num_blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span) - 1, 0) // SEGMENT
-    return Sums(*(x.new_empty(x.shape[0], num_kept, *x.shape[1:]) for x in sums_of(inputs)))
+    return Sums(*(x.new_empty(x.shape[0], num_kept, *x.shape[1:]) for x in records.sums_of(inputs)))

@@ -158,8 +158,7 @@ class KeyBlocks:
                 exceeds = ~(total <= _MOST)
             log = self._map.write_key_powers(x, out, rows, base.start)
             return Keys(log, None, base=base, exceeds=exceeds)
-        features = self._map.write_key(x, out)
-        weight = self._map.key_log_weight(x)
+        features, weight = self._map.write_key(x, out), self._map.key_log_weight(x)
         if weight is None:
             return Keys(rise, features)
         log = weight.unsqueeze(-1)

@@ -16,15 +16,8 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.backend import Rows
+from linattn.attention.backends.blocked import features
 from linattn.attention.backends.blocked.blocks import Running, Workspace
-from linattn.attention.backends.blocked.features import (
-    BiasGradient,
-    KeyBlocks,
-    Keys,
-    query_rows,
-    store_masked,
-    store_queries,
-)
 from linattn.attention.backends.blocked.records import Causal, Gradients, Read, Saved, sums_of
 from linattn.attention.sums import Sums, lowest, per_feature
 from linattn.feature_maps import GroupedFeatureMap
@@ -59,13 +52,11 @@ class Tiles(NamedTuple):
 def tiles(group: Tensor, num_groups: int) -> Tiles:
     """Sort queries by their group (B, H, N) and cut them into tiles."""
     rows, length = group.shape[:2].numel(), group.shape[-1]
-    device = group.device
-    group = group.reshape(rows, length)
+    device, group = group.device, group.reshape(rows, length)
     order = group.sort(dim=-1, stable=True).indices
     order = (order + length * torch.arange(rows, device=device).unsqueeze(-1)).flatten()
     counts = (group + num_groups * torch.arange(rows, device=device).unsqueeze(-1)).flatten()
-    counts = torch.bincount(counts, minlength=rows * num_groups)
-    typical = length // num_groups
+    counts, typical = torch.bincount(counts, minlength=rows * num_groups), length // num_groups
     size = min(max(1 << max(typical, 1).bit_length() - 1, _SMALLEST), _LARGEST)
     numbers = (counts + size - 1) // size
     which = torch.repeat_interleave(torch.arange(rows * num_groups, device=device), numbers)
@@ -191,7 +182,7 @@ class BlockState(NamedTuple):
     before: Sums
     c: Tensor  # the exponent after it, (B, H, M)
     x: Tensor  # its keys (B, H, n, D)
-    keys: Keys  # an exponential map's are turned relative to c
+    keys: features.Keys  # an exponential map's are turned relative to c
     phi_k: Tensor  # (B, H, n, R), relative to c
     safe: Tensor | None  # (B, H) bool: heads whose rows share c; None for all
 
@@ -218,7 +209,7 @@ class GroupedRows:
 
     def __init__(self, feature_map: GroupedFeatureMap, inputs: Causal, span: int) -> None:
         self.map, self.query, self.span, self.space = feature_map, inputs.query, span, Workspace(inputs.S)
-        self.keys = KeyBlocks(feature_map, inputs, self.space)
+        self.keys = features.KeyBlocks(feature_map, inputs, self.space)
 
     def advance(self, block: slice, state: Running) -> tuple[Tensor, Tensor, Tensor]:
         """Num (B, H, G·n, Dv), den and its exponent (B, H, G·n); the block is folded in."""
@@ -231,7 +222,7 @@ class GroupedRows:
 
     def tokens(self, block: slice) -> Block:
         """Load a block."""
-        query = query_rows(self.query, block, self.space)
+        query = features.query_rows(self.query, block, self.space)
         return Block(query, self.keys.tokens(block), self.keys.values(block), self.keys.bias(block))
 
 
@@ -243,7 +234,7 @@ class GroupedGradients(GroupedRows):
     def __init__(self, feature_map: GroupedFeatureMap, saved: Saved, span: int) -> None:
         super().__init__(feature_map, saved.inputs, span)
         self.back, self._grads = MapGradients(feature_map, saved.tensors), saved.grads
-        self.of_bias = BiasGradient(saved.inputs.bias, saved.inputs.key.shape[1], wanted=saved.bias_grad)
+        self.of_bias = features.BiasGradient(saved.inputs.bias, saved.inputs.key.shape[1], wanted=saved.bias_grad)
 
     def safe_heads(self, *_: object) -> None:
         """Everywhere: no rows share an exponent."""
@@ -267,9 +258,9 @@ class GroupedGradients(GroupedRows):
         gradients = self.back.pull((out, den, reference, *sums), leaves, (*wanted, grad_S, grad_z))
         for of_bias in gradients[5:]:
             self.of_bias.store(block, masked, of_bias)
-        store_queries(tokens.query[..., block, :], gradients[0])
-        store_masked(tokens.key[:, :, block], masked, gradients[1])
-        store_masked(tokens.value[:, :, block], masked, gradients[2])
+        features.store_queries(tokens.query[..., block, :], gradients[0])
+        features.store_masked(tokens.key[:, :, block], masked, gradients[1])
+        features.store_masked(tokens.value[:, :, block], masked, gradients[2])
         return gradients[3], gradients[4]
 
 

@@ -58,8 +58,7 @@ def _as_rows(x: Tensor, groups: int) -> Tensor:
 
 def _padded(x: Tensor, dim: int, filling: float = 0.0) -> Tensor:
     """x with its tokens padded to a power of two."""
-    length = x.shape[dim]
-    shape = list(x.shape)
+    length, shape = x.shape[dim], list(x.shape)
     shape[dim] = (1 << (length - 1).bit_length()) - length
     return torch.cat((x, x.new_full(shape, filling)), dim)
 
@@ -121,8 +120,7 @@ def split_rows(block: Split, length: int, before: Sums) -> tuple[Tensor, Tensor,
         phi_q, ref = block.query_features(_as_rectangles(level.rows(block.t)), c)
         products = _as_rows(phi_q @ keys.relative_to(c).mT @ level.keys(block.extended), groups)
         ref, old = _as_rows(ref, groups), level.rows(reference)
-        new = torch.maximum(old, ref)
-        sums = level.rows(rows)
+        new, sums = torch.maximum(old, ref), level.rows(rows)
         sums.mul_(exp_(old - new).unsqueeze(-1)).add_(products * exp_(ref - new).unsqueeze(-1))
         old.copy_(new)
     rows, reference = (x[:, :, :, :length].flatten(2, 3) for x in (rows, reference))
