@@ -109,9 +109,9 @@ def test_no_state_is_unwound_by_subtraction() -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_denormal_normalisers_pass_no_nan_on(is_causal: bool) -> None:
-    """Features of e^-45 on both sides, whose products are below the smallest normal number, beside ordinary rows."""
+    """Features of e^-46 on both sides, whose products' inverse is beyond the dtype, beside ordinary rows."""
     query, key, value = (x.float() for x in qkv(1, 1, 1, 6, 6, 4))
-    query[:, :, 2:4] = key[:, :, :4] = -45.0
+    query[:, :, 2:4] = key[:, :, :4] = -46.0
     leaves = [x.requires_grad_() for x in (query, key, value)]
     out = linattn.linear_attention(*leaves, linattn.feature_maps.EluPlusOne(4), is_causal=is_causal)
     assert out.isfinite().all()

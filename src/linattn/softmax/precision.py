@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 LOG2_E = math.log2(math.e)
 
@@ -21,3 +22,20 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     if not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def down(dtype: torch.dtype, share: float = 0.5) -> float:
+    """Power of two that lies this share of the way from 1 down to a dtype's smallest normal number."""
+    return 2.0 ** int(math.log2(torch.finfo(dtype).tiny) * share)
+
+
+def lift(x: Tensor) -> Tensor:
+    """Factors that bring numbers below `down`, but 0, near 1, of whole logarithms: 1 for others; no gradient's way."""
+    size, least = x.detach().abs(), down(x.dtype)
+    return torch.where((size > 0) & (size < least), x.new_full((), math.exp(math.floor(-math.log(least)))), 1)
+
+
+def rescaled(x: Tensor, of_value: Tensor | float, of_gradient: Tensor | float) -> Tensor:
+    """x times a factor, with its gradient times another."""
+    # Infinities, as biases of masked keys, have no gradient.
+    return x.detach() * of_value + torch.where(x.isfinite(), x - x.detach(), 0) * of_gradient

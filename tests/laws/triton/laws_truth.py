@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
 import linattn
 from grid import build, qkv, relative_error
-from linattn.feature_maps import FavorPlus, FeatureMap
+from linattn.feature_maps import EluPlusOne, FavorPlus, FeatureMap
 
 # Powers with one W, one per head, both signs, constants, weights of queries apart from those of keys; exponents that
 # are no powers; features of both signs, with and without logarithmic weights.
@@ -20,7 +22,7 @@ ROUNDINGS = 40
 
 
 def gradients(
-    feature_map: FeatureMap, tokens: tuple[Tensor, ...], backend: str, dtype: torch.dtype, *, is_causal: bool
+    feature_map: FeatureMap, tokens: Sequence[Tensor], backend: str, dtype: torch.dtype, *, is_causal: bool
 ) -> tuple[Tensor, ...]:
     """Outputs, log-normalisers, and the gradients of tokens, biases and parameters; some keys are masked."""
     leaves = [x.to(dtype).requires_grad_() for x in tokens]
@@ -70,6 +72,23 @@ def test_sixteen_bits(map_name: str, is_causal: bool, dtype: torch.dtype, device
     """In an interpreter bfloat16 is rounded by its bits, and float16 is multiplied exactly."""
     # A result is rounded once, features, weights and sums once each: four halves of a last place, and as much again.
     check(map_name, dtype, device, is_causal=is_causal, allowed=4 * torch.finfo(dtype).eps / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("fallen", [0, 1], ids=["queries", "keys"])
+def test_faint_rows(fallen: int, is_causal: bool, dtype: torch.dtype, device: str) -> None:
+    """Weights of e^-82 and less, whose inverse times a value would overflow."""
+    query, key, value = qkv(1, 2, 2, 21, 21, value_dim=5)
+    tokens = [-query.abs(), -key.abs(), 4096 * value]
+    tokens[fallen] -= 82.0
+    tokens = [x.to(dtype).to(device) for x in tokens]
+    truth = gradients(EluPlusOne(8), tokens, "reference", torch.float64, is_causal=is_causal)
+    found = gradients(EluPlusOne(8), tokens, "triton", dtype, is_causal=is_causal)
+    # Exponents of 82 are rounded, and the logarithms of what becomes of them.
+    allowed = ROUNDINGS * torch.finfo().eps + 4 * 82 * torch.finfo().eps
+    for index, (x, y) in enumerate(zip(found, truth, strict=True)):
+        assert relative_error(x, y) < allowed + 4 * torch.finfo(dtype).eps / 2, f"item {index}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from linattn.attention.backends.backend import Backend as Backend
 from linattn.attention.backends.backend import Call as Call
 from linattn.attention.backends.backend import Rows as Rows
-from linattn.attention.backends.backend import regular as regular
 from linattn.attention.backends.blocked import Blocked
 from linattn.attention.backends.compiled import Compiled
 from linattn.attention.backends.reference import Reference
@@ -13,13 +12,8 @@ from linattn.attention.backends.triton import Triton
 
 # "auto" takes the first that has no objection, and for one token compiled code, if it can run the call. Triton's
 # kernels run by name alone, until a GPU has run their laws.
-_COMPILED = Compiled()
-BACKENDS: dict[str, Backend] = {
-    "blocked": Blocked(),
-    "reference": Reference(),
-    "triton": Triton(),
-    "compiled": _COMPILED,
-}
+_IN_C = Compiled()
+BACKENDS: dict[str, Backend] = {"blocked": Blocked(), "reference": Reference(), "triton": Triton(), "compiled": _IN_C}
 
 
 def check_backend(name: str) -> None:
@@ -32,8 +26,8 @@ def choose(name: str, call: Call) -> Backend:
     """The backend of this name, refused with every reason if it cannot run the call; the first that can for "auto"."""
     if name == "auto":
         is_token = call.key.shape[2] == call.query.shape[3] == 1
-        if is_token and BACKENDS.get("compiled") is _COMPILED and not _COMPILED.objections(call):
-            return _COMPILED
+        if is_token and BACKENDS.get("compiled") is _IN_C and not _IN_C.objections(call):
+            return _IN_C
         return next(backend for backend in BACKENDS.values() if not backend.objections(call))
     if reasons := BACKENDS[name].objections(call):
         raise ValueError(f'backend={name!r} cannot run this call: {"; ".join(reasons)}; choose another, or "auto"')

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from linattn.attention.bound_map import BoundMap, bind
 from linattn.attention.sums import Sums
-from linattn.feature_maps import FeatureMap
+from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.softmax.partial import Partial
+from linattn.softmax.precision import lift, rescaled
 
 
 class Rows(NamedTuple):
@@ -21,10 +22,28 @@ class Rows(NamedTuple):
     reference: Tensor  # (B, H, G, Lq)
 
 
-def regular(den: Tensor) -> Tensor:
-    """Denominators to divide by: 1 for rows that saw no key, and no gradient through what has no inverse."""
-    faint = torch.where(den == 0, 1, den).detach()
-    return torch.where(den.abs() < torch.finfo(den.dtype).tiny, faint, den)
+def lifts(record: Any, feature_map: FeatureMap) -> dict[str, Tensor]:
+    """Factors, by field, that bring a plain map's faint denominators near 1, and sums of heads where all of z is faint.
+
+    A row's gradient is divided by its denominator, and becomes as small again only on its way through the map.
+    """
+    if feature_map.exponential or isinstance(feature_map, GroupedFeatureMap):
+        return {}
+    factors = {"den": lift(record.den)} if "den" in record._fields else {}
+    if "z" in record._fields:
+        factors["z"] = lift(record.z.detach().abs().amax(-1, keepdim=True))
+        factors["S"] = factors["z"].unsqueeze(-1)
+    return factors
+
+
+def lifted(record: Any, feature_map: FeatureMap, least: float | None = None) -> Any:
+    """Rows or sums times these factors, exponents less their logarithms; gradients times factor·least, None for 1."""
+    factors, own = lifts(record, feature_map), record._asdict()
+    changed = {name: rescaled(own[name], x, 1 if least is None else x * least) for name, x in factors.items()}
+    for name, place in (("reference", "den"), ("m", "z")):
+        if place in factors:
+            changed[name] = own[name] - factors[place].log()
+    return record._replace(**changed)
 
 
 class Call(NamedTuple):
@@ -99,7 +118,8 @@ def attend_aligned(backend: Folding, call: Call, before: Sums, span: int) -> tup
 def as_partial(call: Call, rows: Rows) -> Partial:
     """The rows (B, H, G, L, …) of a call as a partial result of that shape, on the kernel's true scale."""
     # The guarded logarithm keeps the gradient of rows that saw no key at 0 instead of NaN.
-    log_normalizer = torch.where(rows.den == 0, -torch.inf, regular(rows.den).log() + rows.reference)
+    dead = rows.den == 0
+    log_normalizer = torch.where(dead, -torch.inf, torch.where(dead, 1, rows.den).log() + rows.reference)
     weight = call.bound.query_log_weight(call.query.to(rows.den.dtype))
     return Partial(rows.out, log_normalizer if weight is None else log_normalizer + weight)
 

@@ -8,13 +8,17 @@ Letters as in attention/__init__.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.backend import Call, Rows, regular
+from linattn.attention.backends.backend import Call, Rows, lifted
 from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.softmax.attention import causal_mask, inert
+from linattn.softmax.precision import down, lift, rescaled
+from linattn.softmax.tracing import is_transformed
 
 # Terms of the logarithms that are summed at once.
 _FEW_TERMS = 2**18
@@ -33,8 +37,25 @@ class Reference:
         num_queries, num_keys = call.query.shape[3], call.key.shape[2]
         every = torch.ones(num_queries, num_keys, dtype=torch.bool, device=call.key.device)
         visible = causal_mask(num_queries, num_keys, call.key.device, span) if is_causal else every
-        rows, sums = bound.run(_attend, call.key.device, *tokens, bias, before, visible)
-        return Rows(*rows), Sums(*sums)
+        if bound.is_grouped or bound.feature_map.exponential:
+            rows, sums = bound.run(_attend, call.key.device, *tokens, bias, before, visible)
+            return Rows(*rows), Sums(*sums)
+        # Gradients within are far smaller: they are divided by denominators that may be as small as numbers can be.
+        least = down(before.z.dtype)
+
+        def enlarged(x: Tensor | None) -> Any:
+            return None if x is None else rescaled(x.to(torch.promote_types(x.dtype, before.z.dtype)), 1, 1 / least)
+
+        S, z = (x.view_as(x) for x in before[:2])
+        if S.requires_grad and z.requires_grad and not (is_transformed() or torch.compiler.is_compiling()):
+            # Infinite gradients of sums would be NaN further back.
+            for x in (S, z):
+                x.register_hook(lambda grad: grad.clamp(torch.finfo(grad.dtype).min, torch.finfo(grad.dtype).max))
+        bound = bound._replace(tensors={name: enlarged(x) for name, x in bound.tensors.items()})
+        before = Sums(enlarged(S), enlarged(z), before.m)
+        rows, sums = bound.run(_attend, call.key.device, *map(enlarged, (*tokens, bias)), before, visible)
+        rows, sums = (lifted(x, bound.feature_map, least) for x in (Rows(*rows), Sums(*sums)))
+        return rows._replace(out=rescaled(rows.out, 1, least).to(call.query.dtype)), sums
 
     def absorb(self, call: Call, before: Sums) -> Sums:
         """The sums, without a query."""
@@ -55,8 +76,7 @@ def _attend(
     visible: Tensor,  # (Lq, Lk)
 ) -> tuple[Rows, Sums]:
     """Rows and sums with the map's tensors in place."""
-    m = before.m
-    sums = torch.cat((before.S, before.z.unsqueeze(-1)), -1)
+    m, sums = before.m, torch.cat((before.S, before.z.unsqueeze(-1)), -1)
     key, value = inert(bias, key, value)
     bias = sums.new_zeros(1, 1, key.shape[2]) if bias is None else bias
     rise = torch.where(visible, bias[:, :, None, None], -torch.inf)  # (B, H or 1, 1, Lq, Lk)
@@ -67,8 +87,7 @@ def _attend(
         log_k, phi_k = feature_map.key_log_weight(k), feature_map.key(k)
     elif feature_map.exponential:
         lq, lk = feature_map.query(q.flatten(2, 3)).unflatten(2, q.shape[2:4]), feature_map.key(k)
-        exponents = _log_weights(lq, lk) + rise
-        from_state = lq + m[:, :, None, None]
+        exponents, from_state = _log_weights(lq, lk) + rise, lq + m[:, :, None, None]
         reference = torch.maximum(_peak(exponents, from_state), from_state.amax(-1))
         rows = torch.exp(exponents - reference.unsqueeze(-1)) @ extended.unsqueeze(2)
         rows = rows + torch.exp(from_state - reference.unsqueeze(-1)) @ sums.unsqueeze(2)
@@ -77,8 +96,7 @@ def _attend(
         phi_q, phi_k = feature_map.query(q.flatten(2, 3)).unflatten(2, q.shape[2:4]), feature_map.key(k)
         weight = feature_map.key_log_weight(k)
         log_k = phi_k.new_zeros(phi_k.shape[:-1]).unsqueeze(-1) if weight is None else weight.unsqueeze(-1)
-        exponents = log_k[:, :, None, None, :, 0] + rise
-        state_exponent = m[:, :, None, None, 0]
+        exponents, state_exponent = log_k[:, :, None, None, :, 0] + rise, m[:, :, None, None, 0]
         reference = torch.maximum(_peak(exponents, phi_q), state_exponent)
         weights = (phi_q @ phi_k.mT.unsqueeze(2)) * torch.exp(exponents - reference.unsqueeze(-1))
         rows = weights @ extended.unsqueeze(2)
@@ -111,8 +129,7 @@ def _grouped_rows(
     places = feature_map.places().to(q.dtype).expand(*m.shape[:2], -1, -1)
     psi, log_k = feature_map.key(k), feature_map.key_log_weight(k)
     exponents = torch.take_along_dim(log_k.mT, number, -2).unflatten(2, shape)
-    exponents = (exponents + rise).flatten(2, 3)
-    state_exponent = torch.take_along_dim(m, group, -1)
+    exponents, state_exponent = (exponents + rise).flatten(2, 3), torch.take_along_dim(m, group, -1)
     reference = torch.maximum(_peak(exponents, number), state_exponent)
     weights = torch.exp(exponents - reference.unsqueeze(-1))
     decay = torch.exp(state_exponent - reference).unsqueeze(-1)
@@ -137,12 +154,11 @@ def _peak(exponents: Tensor, like: Tensor) -> Tensor:
 
 def _divide(rows: Tensor) -> tuple[Tensor, Tensor]:
     """num/den and den; 0 where no key was seen."""
-    den = rows[..., -1]
-    safe = regular(den)
-    # A denormal sum has no inverse within the dtype: its row passes no gradient on.
-    faint = (safe.abs() < torch.finfo(den.dtype).tiny).unsqueeze(-1)
-    num = torch.where(faint, rows[..., :-1].detach(), rows[..., :-1])
-    return torch.where((den == 0).unsqueeze(-1), 0, num / safe.unsqueeze(-1)), den
+    den = rows[..., -1:]
+    safe = torch.where(den == 0, 1, den)
+    # Lifted, since the gradient of a division divides by it twice.
+    factor = lift(safe)
+    return torch.where(den == 0, 0, rows[..., :-1] * factor / (safe * factor)), den.squeeze(-1)
 
 
 def _after(sums: Tensor, m: Tensor, log_k: Tensor, phi_k: Tensor | None, extended: Tensor) -> Sums:

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from linattn.attention.backends.backend import lifted, lifts
 from linattn.attention.backends.blocked.records import Gradients, Saved
 from linattn.attention.bound_map import BoundMap, with_swapped_tensors
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
-from linattn.softmax.precision import outside_autocast
+from linattn.softmax.precision import down, outside_autocast
 from linattn.softmax.tracing import is_followed, is_traced
 
 
@@ -73,8 +74,30 @@ def run(fold: Fold, bound: BoundMap, inputs: Any, span: int = 0) -> Any:
         # Imported here: torch's marks for its compiler import the compiler.
         from linattn.attention.backends.blocked import opaque
 
-        return fold.outputs(*opaque.run(task, inputs, tensors))
-    return fold.outputs(*_Forward.apply(task, *inputs, *tensors))
+        outputs = fold.outputs(*opaque.run(task, inputs, tensors))
+    else:
+        outputs = fold.outputs(*_Forward.apply(task, *inputs, *tensors))
+    return lifted(outputs, task.feature_map)
+
+
+def _smaller(task: Task, saved: Saved, least: float) -> Saved:
+    """The input of a backward pass for gradients times `least`, where any might overflow on its way to the tokens'.
+
+    Callers have lifted numbers. The gradients of these lack the factors, most of which `least` takes back.
+    """
+    inputs, outputs, grads, *_ = saved
+    factors = lifts(outputs, task.feature_map)
+    if not factors or inputs[0].is_meta:
+        return saved
+    large = [getattr(grads, name).abs() * least for name in factors if name != "den"]
+    if not bool(torch.stack([(x > 1).any() for x in (*factors.values(), *large)]).any()):
+        return saved
+    smaller = {name: getattr(grads, name) * (factor * least) for name, factor in factors.items()}
+    # Gradients of outputs stay: they are divided by larger denominators, before which sums might make them vanish.
+    outputs = outputs._replace(**{name: outputs.den / least for name in factors if name == "den"})
+    # float16 has no such numbers.
+    wide = (x if x is None else x.to(torch.promote_types(x.dtype, torch.bfloat16)) for x in inputs)
+    return saved._replace(inputs=type(inputs)(*wide), outputs=outputs, grads=grads._replace(**smaller))
 
 
 def forward(task: Task, inputs: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
@@ -94,10 +117,17 @@ def backward(task: Task, saved: Sequence[Any], tensors: Sequence[Tensor], *, bia
     grads, inputs, outputs = saved[:count], saved[count:-count], saved[-count:]
     tensors = tuple(x.detach().requires_grad_() for x in tensors)
     record = Saved(fold.inputs(*inputs), fold.outputs(*outputs), fold.outputs(*grads), tensors, bias_grad)
+    least = down(torch.promote_types(inputs[0].dtype, torch.float32), 1 / 3)
+    small = _smaller(task, record, least)
     with outside_autocast(inputs[0].device):
-        gradients = fold.backward(task.swapped(tensors), record, *task.options)
-    of_bias = () if gradients.bias is None else (gradients.bias,)
-    return *gradients.inputs, *of_bias, *(x.to(y.dtype) for x, y in zip(gradients.tensors, tensors, strict=True))
+        gradients = fold.backward(task.swapped(tensors), small, *task.options)
+    of_bias = [] if gradients.bias is None else [gradients.bias]
+    results = [*gradients.inputs, *of_bias, *gradients.tensors]
+    if small is not record:
+        # Sums' gradients may overflow for good; infinite ones would be NaN one fold further back.
+        results = [(x / least).clamp(torch.finfo(x.dtype).min, torch.finfo(x.dtype).max) for x in results]
+    places = [x for name, x in zip(fold.inputs._fields, inputs, strict=False) if name not in ("m", "bias")]
+    return tuple(x.to(y.dtype) for x, y in zip(results, [*places, *of_bias, *tensors], strict=True))
 
 
 def by_argument(fold: Fold, grads: Sequence[Tensor], *, bias_grad: bool) -> tuple[list[Tensor | None], list[Tensor]]:

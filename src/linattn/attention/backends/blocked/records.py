@@ -126,8 +126,8 @@ class SavedRows(NamedTuple):
         if out is None:
             num, total = sums()
             out = (num / total.masked_fill(total == 0, torch.inf)).view(self.grad_out.shape)
-        # A denormal sum has no inverse within the dtype: its row passes no gradient on, instead of NaN to every key.
-        dead = (self.den.abs() < torch.finfo(den.dtype).tiny).unsqueeze(-1)
+        # A row that saw no key passes no gradient on.
+        dead = den == 0
         inverse = den.reciprocal().masked_fill_(dead, 0)
         # out = num/den: grad num = grad out/den, grad den = grad den - grad num·out.
         grad_num = torch.mul(self.grad_out, inverse, out=space.buffer("grad_num", *out.shape))
