@@ -87,7 +87,8 @@ def _smaller(task: Task, saved: Saved, least: float) -> Saved:
     """
     inputs, outputs, grads, *_ = saved
     factors = lifts(outputs, task.feature_map)
-    if not factors or inputs[0].is_meta:
+    # A CUDA graph under way cannot wait for a value.
+    if not factors or inputs[0].is_meta or (inputs[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return saved
     large = [getattr(grads, name).abs() * least for name in factors if name != "den"]
     if not bool(torch.stack([(x > 1).any() for x in (*factors.values(), *large)]).any()):
