@@ -38,11 +38,11 @@ def lifts(record: Any, feature_map: FeatureMap) -> dict[str, Tensor]:
 
 def lifted(record: Any, feature_map: FeatureMap, least: float | None = None) -> Any:
     """Rows or sums times these factors, exponents less their logarithms; gradients times factor·least, None for 1."""
-    factors, own = lifts(record, feature_map), record._asdict()
-    changed = {name: rescaled(own[name], x, 1 if least is None else x * least) for name, x in factors.items()}
+    factors, fields = lifts(record, feature_map), record._asdict()
+    changed = {name: rescaled(fields[name], x, 1 if least is None else x * least) for name, x in factors.items()}
     for name, place in (("reference", "den"), ("m", "z")):
         if place in factors:
-            changed[name] = own[name] - factors[place].log()
+            changed[name] = fields[name] - factors[place].log()
     return record._replace(**changed)
 
 
