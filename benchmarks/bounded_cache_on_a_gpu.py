@@ -10,8 +10,7 @@ logits of the full cache, to bfloat16's rounding. Budget: the bytes of 512 bfloa
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from linattn.hf import BoundedCache
-from measuring import ratios, record, relative_error, require
+from measuring import ratios, record, relative_error, require, seconds
 
 SIZES = {
     "hidden_size": 2048,
@@ -43,24 +42,18 @@ def model_of(num_layers: int) -> LlamaForCausalLM:
     return model.eval()
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """Of one run, the GPU's work included."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def read(model: LlamaForCausalLM, ids: Tensor, cache: Any) -> Tensor:
-    """The logits of a prompt's last token."""
-    return model(ids, past_key_values=cache, logits_to_keep=1).logits
+    """The logits of a prompt's last token, when they are there."""
+    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    torch.cuda.synchronize()
+    return logits
 
 
 def step(model: LlamaForCausalLM, token: Tensor, cache: Any) -> None:
     """Some tokens, one after the other."""
     for _ in range(STEPS):
         model(token, past_key_values=cache)
+    torch.cuda.synchronize()
 
 
 def verify(model: LlamaForCausalLM) -> float:
@@ -74,25 +67,25 @@ def verify(model: LlamaForCausalLM) -> float:
 def compare(model: LlamaForCausalLM, batch: int, length: int, **rest: Any) -> None:
     """Rows of one prompt, and of tokens after it."""
     ids = torch.randint(0, SIZES["vocab_size"], (batch, length), device="cuda")
-    caches: dict[str, Any] = {"full": DynamicCache(), "bounded": BoundedCache(model, budget=BUDGET)}
-    prefill: dict[str, float] = {}
+    makers = {"full": DynamicCache, "bounded": lambda: BoundedCache(model, budget=BUDGET)}
+    caches: dict[str, Any] = {}
     kept: dict[str, int] = {}
-    for name, cache in caches.items():
+    for name, make in makers.items():
         before = torch.cuda.memory_allocated()
-        prefill[name] = seconds(lambda cache=cache: read(model, ids, cache))
+        caches[name] = make()
+        read(model, ids, caches[name])
         kept[name] = torch.cuda.memory_allocated() - before
-    token, timed = ids[:, :1], {name: [] for name in caches}
-    for _ in range(REPEATS):
-        for name, cache in caches.items():
-            timed[name].append(seconds(lambda cache=cache: step(model, token, cache)) / STEPS)
+    prompts = {name: lambda make=make: read(model, ids, make()) for name, make in makers.items()}
+    tokens = {name: lambda cache=cache: step(model, ids[:, :1], cache) for name, cache in caches.items()}
+    prefill, timed = (seconds(runs, repeats=repeats) for runs, repeats in ((prompts, 1), (tokens, REPEATS)))
     shape = {"texts": batch, "length": length, "budget": BUDGET, **rest}
     for name, found in timed.items():
-        shape[f"{name}: tokens/s"] = round(batch / sorted(found)[len(found) // 2], 1)
-        shape[f"{name}: prefill seconds"] = round(prefill[name], 3)
+        shape[f"{name}: tokens/s"] = round(batch * STEPS / median(found), 1)
+        shape[f"{name}: prefill seconds"] = round(prefill[name][0], 3)
         shape[f"{name}: bytes"] = kept[name]
     figure = ratios(timed["bounded"], timed["full"])
     record(f"a token, bounded over full, {batch} texts", figure=figure, unit="×", bound="<= 1", **shape)
-    figure = prefill["bounded"] / prefill["full"]
+    figure = ratios(prefill["bounded"], prefill["full"])
     record(f"a prompt, bounded over full, {batch} texts", figure=figure, unit="×", bound="<= 1.15", **shape)
     figure = kept["bounded"] / kept["full"]
     record(f"bytes, bounded over full, {batch} texts", figure=figure, unit="×", bound="<= 0.2", **shape)
@@ -105,8 +98,6 @@ def main() -> None:
         sys.exit("bounded_cache_on_a_gpu measures a CUDA GPU, and torch sees none; run it on a machine that has one")
     model = model_of(int(sys.argv[1]) if len(sys.argv) > 1 else LAYERS)
     rest: dict[str, Any] = {"error": verify(model), "gpu": torch.cuda.get_device_name()}
-    # Once unmeasured: what is compiled or tuned at first.
-    read(model, torch.zeros(1, 600, dtype=torch.long, device="cuda"), BoundedCache(model, budget=BUDGET))
     for batch, length in SHAPES:
         compare(model, batch, length, **rest)
 

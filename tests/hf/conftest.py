@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from transformers import PreTrainedModel
 
 import linattn
 from architectures import BOTH_STACKS
-from linattn.hf import AttentionCall
+from linattn.hf import AttentionCall, linearize_, save_pretrained
 from model_inputs import LANGUAGE_HEADS
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -78,6 +80,21 @@ def build() -> Callable[..., PreTrainedModel]:
         return model.eval()
 
     return of
+
+
+@pytest.fixture(scope="session")
+def saved(build: Callable[..., PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole folder of a linearized model, of one map for all heads."""
+    model, path = build("bert"), tmp_path_factory.mktemp("saved") / "whole"
+    linearize_(model, method="FavorPlus(num_features=16)")
+    save_pretrained(model, path)
+    return path
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(saved, tmp_path / "whole"))
 
 
 @pytest.fixture

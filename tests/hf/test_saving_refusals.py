@@ -29,21 +29,6 @@ def model(build):
     return found
 
 
-@pytest.fixture(scope="module")
-def saved(build, tmp_path_factory):
-    """A whole one."""
-    model, path = build("bert"), tmp_path_factory.mktemp("saved") / "whole"
-    linearize_(model, method="FavorPlus(num_features=16)")
-    save_pretrained(model, path)
-    return path
-
-
-@pytest.fixture
-def folder(saved, tmp_path):
-    """A copy, to be damaged."""
-    return shutil.copytree(saved, tmp_path / "whole")
-
-
 class Own(BertModel):
     """A class that transformers does not export."""
 

@@ -11,26 +11,11 @@ import struct
 import pytest
 from transformers.integrations import hub_kernels
 
-from linattn.hf import from_pretrained, linearize_, save_pretrained
+from linattn.hf import from_pretrained
 from linattn.methods.map_records import check_size
 
 DEEP = "[" * 200_000
 DIGITS = "9" * 6000
-
-
-@pytest.fixture(scope="module")
-def saved(build, tmp_path_factory):
-    """A whole one, of one map for all heads."""
-    model, path = build("bert"), tmp_path_factory.mktemp("saved") / "whole"
-    linearize_(model, method="FavorPlus(num_features=16)")
-    save_pretrained(model, path)
-    return path
-
-
-@pytest.fixture
-def folder(saved, tmp_path):
-    """A copy, to be damaged."""
-    return shutil.copytree(saved, tmp_path / "whole")
 
 
 @pytest.fixture(autouse=True)

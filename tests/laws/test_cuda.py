@@ -10,6 +10,7 @@ import linattn
 from grid import CASES, CAUSAL_MAPS, SOFTMAX_MAPS, Case, build, qkv, relative_error
 from layers import LAYERS, hybrid, text, tokens
 
+# What a GPU computes only a GPU shows; test_devices.py holds the devices of tensors everywhere.
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 GPU = "cuda"
 # Sums of roundings in another order: so many times that of one number.

@@ -133,7 +133,8 @@ class SequenceParts:
             past = KeptTokens(part.key, part.value, None if mask is None else part.key_mask)
             return layer._attend_to(part.query, past)
         before = part.keys(slice(views.starts[self.ranks.rank]))
-        key_mask, bias = None if mask is None else before.key_mask, None
+        key_mask = None if mask is None else before.key_mask
+        bias = None
         if before.gates is not None:
             bias = gate_bias(before.gates, key_mask=key_mask).key_bias.expand(before.key.shape[:3])
         past = KeptTokens(before.key, before.value, key_mask, bias)

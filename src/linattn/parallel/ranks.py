@@ -170,7 +170,8 @@ def agreed(ranks: Ranks, fields: Fields, check: Callable[[], T], tokens: Sequenc
         return check(), exchange_fields(ranks, fields, _lengths(tokens))
     failure: Exception | None = None
     try:
-        result, lengths = check(), _lengths(tokens)
+        result = check()
+        lengths = _lengths(tokens)
     # Whatever is wrong here, the other ranks wait for this one.
     except Exception as error:
         failure, lengths = error, (0, 0)
@@ -192,7 +193,8 @@ def exchange_fields(ranks: Ranks, fields: Fields, lengths: tuple[int, int] = (0,
         return _exchanged(ranks.group, fields, lengths, ranks.device)
     words = _FIELD.join([f"{name}{_VALUE}{value}" for name, value in fields.items() if isinstance(value, str)])
     numbers = {name: value for name, value in fields.items() if not isinstance(value, str)}
-    like, group = torch.empty(0, dtype=torch.int64, device=ranks.device), ranks.group.group_name
+    like = torch.empty(0, dtype=torch.int64, device=ranks.device)
+    group = ranks.group.group_name
     every: Tensor = _agree(like, words, _FIELD.join(numbers), list(numbers.values()), list(lengths), group, ranks.size)
     return every
 

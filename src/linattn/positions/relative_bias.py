@@ -98,7 +98,8 @@ def relative_bias_attention(
     with outside_autocast(query.device):
         tokens = _on_a_grid(query, key, value, key_mask, is_causal=is_causal)
         num, den, noise = convolved(Columns(bound, tokens), tokens, Kernel.of(table, key.shape[2], is_causal=is_causal))
-        lost, dead = _lost_rows(den, noise, query.dtype), (den == 0) | ~tokens.sees.unsqueeze(-2)
+        lost = _lost_rows(den, noise, query.dtype)
+        dead = (den == 0) | ~tokens.sees.unsqueeze(-2)
         out = torch.where(dead.unsqueeze(-1), 0, num / torch.where(dead, 1, den).unsqueeze(-1))
         if lost is not None:
             out = out.masked_fill(lost.unsqueeze(-1), torch.nan)

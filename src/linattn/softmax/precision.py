@@ -24,14 +24,14 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False)
 
 
-def down(dtype: torch.dtype, share: float = 0.5) -> float:
+def small_power(dtype: torch.dtype, share: float = 0.5) -> float:
     """Power of two that lies this share of the way from 1 down to a dtype's smallest normal number."""
     return 2.0 ** int(math.log2(torch.finfo(dtype).tiny) * share)
 
 
 def lift(x: Tensor) -> Tensor:
-    """Factors that bring numbers below `down`, but 0, near 1, of whole logarithms: 1 for others; no gradient's way."""
-    size, least = x.detach().abs(), down(x.dtype)
+    """Factors exp(n), n whole, of numbers below `small_power` in size; 1 of others and 0; constants for gradients."""
+    size, least = x.detach().abs(), small_power(x.dtype)
     return torch.where((size > 0) & (size < least), x.new_full((), math.exp(math.floor(-math.log(least)))), 1)
 
 

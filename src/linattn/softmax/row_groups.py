@@ -262,10 +262,12 @@ def _together(num_queries: int, rows: list[tuple[int, ...]], parts: Sequence[Str
     """Results of groups as one; queries before a row's first live token see nothing."""
     missing = [num_queries - part.out.shape[3] for part in parts]
     out = in_order(rows, [pad(part.out, (0, 0, n, 0)) for part, n in zip(parts, missing, strict=True)])
-    logs, log = [part.log_normalizer for part in parts if part.log_normalizer is not None], None
+    logs = [part.log_normalizer for part in parts if part.log_normalizer is not None]
+    log = None
     if logs:
         log = in_order(rows, [pad(x, (n, 0), value=-torch.inf) for x, n in zip(logs, missing, strict=True)])
-    sums, keys = [in_order(rows, x) for x in zip(*(part.sums for part in parts), strict=True)], []
+    sums = [in_order(rows, x) for x in zip(*(part.sums for part in parts), strict=True)]
+    keys = []
     for part in parts:
         assert not isinstance(part.keys, RowGroups)
         keys.append(part.keys)

@@ -37,7 +37,8 @@ class Reading(NamedTuple):
 def read(query: Tensor, tokens: Tokens, scale: float, *, is_causal: bool, with_log: bool) -> Reading:
     """Rows (B, H, G, n, ·) over weighted keys, causally with the last of both level; 0 where no key is seen."""
     dtype, (groups, number) = tokens.bias.dtype, query.shape[2:4]
-    rows, bias = query.flatten(2, 3).to(dtype), tokens.bias.unsqueeze(2)
+    rows = query.flatten(2, 3).to(dtype)
+    bias = tokens.bias.unsqueeze(2)
     if is_causal and number > 1:
         bias = torch.where(causal_mask(number, bias.shape[-1], bias.device), bias, -torch.inf)
         bias = bias.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(2, 3)

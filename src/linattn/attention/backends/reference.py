@@ -17,7 +17,7 @@ from linattn.attention.backends.backend import Call, Rows, lifted
 from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.softmax.attention import causal_mask, inert
-from linattn.softmax.precision import down, lift, rescaled
+from linattn.softmax.precision import lift, rescaled, small_power
 from linattn.softmax.tracing import is_transformed
 
 # Terms of the logarithms that are summed at once.
@@ -41,7 +41,7 @@ class Reference:
             rows, sums = bound.run(_attend, call.key.device, *tokens, bias, before, visible)
             return Rows(*rows), Sums(*sums)
         # Gradients within are far smaller: they are divided by denominators that may be as small as numbers can be.
-        least = down(before.z.dtype)
+        least = small_power(before.z.dtype)
 
         def enlarged(x: Tensor | None) -> Any:
             return None if x is None else rescaled(x.to(torch.promote_types(x.dtype, before.z.dtype)), 1, 1 / least)

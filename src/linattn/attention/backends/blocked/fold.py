@@ -18,7 +18,7 @@ from linattn.attention.backends.backend import lifted, lifts
 from linattn.attention.backends.blocked.records import Gradients, Saved
 from linattn.attention.bound_map import BoundMap, with_swapped_tensors
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
-from linattn.softmax.precision import down, outside_autocast
+from linattn.softmax.precision import outside_autocast, small_power
 from linattn.softmax.tracing import is_followed, is_traced
 
 
@@ -118,7 +118,7 @@ def backward(task: Task, saved: Sequence[Any], tensors: Sequence[Tensor], *, bia
     grads, inputs, outputs = saved[:count], saved[count:-count], saved[-count:]
     tensors = tuple(x.detach().requires_grad_() for x in tensors)
     record = Saved(fold.inputs(*inputs), fold.outputs(*outputs), fold.outputs(*grads), tensors, bias_grad)
-    least = down(torch.promote_types(inputs[0].dtype, torch.float32), 1 / 3)
+    least = small_power(torch.promote_types(inputs[0].dtype, torch.float32), 1 / 3)
     small = _smaller(task, record, least)
     with outside_autocast(inputs[0].device):
         gradients = fold.backward(task.swapped(tensors), small, *task.options)
