@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,6 +19,20 @@ from linattn.softmax.tracing import constant_in_graphs
 # Numbers, and the fewest tokens, of the pieces in which a map without a `write_query` of its own fills a buffer.
 _PIECE, _FEWEST = 2**17, 16
 _LIVE: WeakValueDictionary[int, FeatureMap] = WeakValueDictionary()
+
+
+class UncastBuffers(nn.Module):
+    """A module whose buffers keep their dtype and values when a model is cast."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move with the model, and take buffers that were cast back, where they were moved to."""
+        masters = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, master in masters.items():
+            moved = self._buffers[name]
+            if moved is not None and moved.dtype != master.dtype:
+                self._buffers[name] = master.to(moved.device)
+        return self
 
 
 class FeatureMap(nn.Module, ABC):
@@ -216,14 +230,15 @@ class FeatureMap(nn.Module, ABC):
                 f"build it with num_heads={x.shape[-3]}, or num_heads=None to share one set for all heads"
             )
 
-    def _check_width(self, x: Tensor) -> None:
+    def _check_width(self, *inputs: Tensor) -> None:
         """Refuse inputs of another head width, and nested ones."""
-        check_dense(x=x)
-        if x.shape[-1] != self.head_dim:
-            raise ValueError(
-                f"{type(self).__name__} was built for head_dim={self.head_dim}, got vectors of width {x.shape[-1]}; "
-                f"build it with head_dim={x.shape[-1]}"
-            )
+        for x in inputs:
+            check_dense(x=x)
+            if x.shape[-1] != self.head_dim:
+                raise ValueError(
+                    f"{type(self).__name__} was built for head_dim={self.head_dim}, got vectors of width "
+                    f"{x.shape[-1]}; build it with head_dim={x.shape[-1]}"
+                )
 
 
 def _written(function: Callable[[Tensor], Tensor], x: Tensor, out: Tensor) -> Tensor:
@@ -253,19 +268,6 @@ def outside_inference(tensor: Tensor) -> Tensor:
 def in_both_dtypes(*tensors: Tensor) -> dict[torch.dtype, tuple[Tensor, ...]]:
     """Tensors in the dtypes that maps compute in, so that a call casts none."""
     return {dtype: tuple(x.to(dtype) for x in tensors) for dtype in (torch.float64, torch.float32)}
-
-
-def own_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """A module's own buffers by name, as they are now."""
-    return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-
-
-def uncast_(module: nn.Module, masters: Mapping[str, Tensor]) -> None:
-    """Give buffers that were cast with the model their dtype and values back, where they were moved to."""
-    for name, master in masters.items():
-        moved = module._buffers[name]
-        if moved is not None and moved.dtype != master.dtype:
-            module._buffers[name] = master.to(moved.device)
 
 
 def live_map(handle: int) -> FeatureMap:

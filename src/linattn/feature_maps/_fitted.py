@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._base import FeatureMap, outside_inference, own_buffers, uncast_
+from linattn.feature_maps._base import FeatureMap, UncastBuffers, outside_inference
 from linattn.feature_maps._digest import UNREAD, digest
 from linattn.softmax.checking import check_dense
 
@@ -20,7 +20,7 @@ def shared(x: Tensor) -> Tensor:
     return x.squeeze(0) if x.shape[:-2] == (1,) else x
 
 
-class FittedMap(FeatureMap):
+class FittedMap(UncastBuffers, FeatureMap):
     """A map that takes statistics of sample queries and keys with `fit`.
 
     Abstract: the concrete maps say which. Fitted tensors keep their dtype when a model is cast, live in `state_dict`
@@ -139,15 +139,13 @@ class FittedMap(FeatureMap):
 
     def _refresh(self) -> None:
         """Forget or derive anew what depends on the fitted tensors; called after each change of them."""
-        for name, buffer in own_buffers(self).items():
-            self._buffers[name] = outside_inference(buffer)
+        for name, buffer in self._buffers.items():
+            self._buffers[name] = None if buffer is None else outside_inference(buffer)
         self._fingerprint = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move with the model; fitted tensors keep their dtype when the model is cast."""
-        masters = own_buffers(self)
         super()._apply(fn, recurse)
-        uncast_(self, masters)
         self._refresh()
         return self
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._arguments import check_count, check_seed, temperature
-from linattn.feature_maps._base import FeatureMap, in_both_dtypes, own_buffers, uncast_
+from linattn.feature_maps._base import FeatureMap, UncastBuffers, in_both_dtypes
 from linattn.feature_maps._digest import UNREAD, digest
 from linattn.feature_maps._moments import Lengths, Rows
 
@@ -41,8 +41,7 @@ def _haar_blocks(heads: int, num_rows: int, head_dim: int, generator: torch.Gene
     q, r = torch.linalg.qr(_gaussian((heads, num_blocks, head_dim, head_dim), generator))
     # QR fixes the signs of R's diagonal by convention; without this factor Q is not uniform and the kernel is biased.
     q = q * torch.sign(torch.diagonal(r, dim1=-2, dim2=-1)).unsqueeze(-2)
-    blocks: Tensor = q.flatten(1, 2)[:, :num_rows]
-    return blocks
+    return torch.flatten(q, 1, 2)[:, :num_rows]
 
 
 def _norms(rows: Tensor) -> Tensor:
@@ -56,7 +55,7 @@ def _gaussian(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
-class RandomFeatureMap(FeatureMap):
+class RandomFeatureMap(UncastBuffers, FeatureMap):
     """A map built on a random projection W, drawn once from its seed.
 
     Abstract: the concrete maps say what they do with W·x. Rows of W are standard Gaussian vectors, or have their
@@ -223,9 +222,7 @@ class RandomFeatureMap(FeatureMap):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move with the model, but stay float64 when the model is cast."""
-        masters = own_buffers(self)
         super()._apply(fn, recurse)
-        uncast_(self, masters)
         self._prepare()
         return self
 

@@ -22,8 +22,7 @@ class SoftmaxEstimator(RandomFeatureMap):
         """E φ(q)·φ(k) over draws, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
         if self.lengths == "fixed":
             return self._fixed_kernel(*self._squares(q, k))
-        self._check_width(q)
-        self._check_width(k)
+        self._check_width(q, k)
         return torch.exp(self.scale * torch.matmul(q.double(), k.double().mT))
 
     def variance(self, q: Tensor, k: Tensor) -> Tensor:
@@ -36,8 +35,7 @@ class SoftmaxEstimator(RandomFeatureMap):
 
     def _squares(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """|x + y|² and |x - y|² of all pairs, in float64."""
-        self._check_width(q)
-        self._check_width(k)
+        self._check_width(q, k)
         x, y = q.double(), k.double()
         norms = x.square().sum(-1).unsqueeze(-1) + y.square().sum(-1).unsqueeze(-2)
         products = 2 * (x @ y.mT)

@@ -218,8 +218,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
         grouped = grouped_sample(query, key, self.head_dim)
         with torch.no_grad():
             # The samples of a batch are one sample.
-            queries = grouped.transpose(0, 1).flatten(1, 2).unsqueeze(0)
-            keys = key.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+            queries, keys = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (grouped, key))
             fitted = self._find(queries, keys, None, None, seed)
             # Those of one head serve any number.
             one = key.shape[1] == 1

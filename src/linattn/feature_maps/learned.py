@@ -229,13 +229,10 @@ class LearnedExponential(LearnedMap):
     ) -> None:
         super().__init__(head_dim, num_features, scale=scale, num_heads=num_heads)
         self.seed = check_seed(seed)
-        weight = draw_projection(
-            self.seed, num_features, head_dim, draw="orthogonal", lengths="chi", num_heads=self.num_heads
-        )
-        constant = -math.log(num_features) / 2
-        self.of_query, self.of_key = (
-            Exponents(weight, scale=self.scale, bias=constant, curvature=1.0) for _ in range(2)
-        )
+        sizes = self.seed, num_features, head_dim
+        weight = draw_projection(*sizes, draw="orthogonal", lengths="chi", num_heads=self.num_heads)
+        start = {"bias": -math.log(num_features) / 2, "curvature": 1.0}
+        self.of_query, self.of_key = (Exponents(weight, scale=self.scale, **start) for _ in range(2))
 
 
 @final

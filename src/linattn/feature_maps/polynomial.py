@@ -73,8 +73,7 @@ class MonomialMap(FeatureMap):
 
     def _logits(self, q: Tensor, k: Tensor) -> Tensor:
         """scale·q·k in float64: (..., Lq, Lk)."""
-        self._check_width(q)
-        self._check_width(k)
+        self._check_width(q, k)
         return self.scale * (q.double() @ k.double().mT)
 
 

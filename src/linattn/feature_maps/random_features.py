@@ -250,8 +250,7 @@ class RandomRelu(RandomFeatureMap):
 
     def _polar(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """|x̃| (..., Lq, 1), |ỹ| (..., 1, Lk) and the angle (..., Lq, Lk), in float64."""
-        self._check_width(q)
-        self._check_width(k)
+        self._check_width(q, k)
         q, k = q.double() * math.sqrt(self.scale), k.double() * math.sqrt(self.scale)
         x, y = q.norm(dim=-1).unsqueeze(-1), k.norm(dim=-1).unsqueeze(-2)
         # arccos loses half the digits near 0 and π; vectors of equal lengths and atan2 lose none.

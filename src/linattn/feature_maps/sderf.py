@@ -105,8 +105,7 @@ class Sderf(ExponentialEstimator, FittedMap):
                 "the variance of Sderf with orthogonal rows has no known closed form: a tilt that differs between "
                 'directions leaves the rows no longer orthogonal; build it with draw="iid", or estimate it over redraw'
             )
-        self._check_width(q)
-        self._check_width(k)
+        self._check_width(q, k)
         # 1 - 8a = 2(1 - 4a) - 1: ρ and the constant from one matrix function each.
         decay = spectral(self.tilt, lambda a: 1 / (1 - 8 * a))
         constant = torch.linalg.slogdet(torch.eye(self.head_dim, dtype=decay.dtype, device=decay.device) + decay)[1]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple, Self, final, get_args
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Self, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from linattn.attention import Attended, State, linear_attention_with_state
 from linattn.feature_maps import FeatureMap
 from linattn.feature_maps._arguments import check_count, check_number
-from linattn.feature_maps._base import own_buffers, uncast_
+from linattn.feature_maps._base import UncastBuffers
 from linattn.softmax.checking import DTYPES, check_bool, check_dense, check_dtype
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 from linattn.softmax.tracing import is_traced
@@ -163,23 +163,16 @@ def gated_attention_with_state(
         raise ValueError(f"gates are those of the keys, got a batch of {log_forget.shape[0]} for one of {key.shape[0]}")
     if log_forget.shape[1] != key.shape[1]:
         raise ValueError(f"gates are one for each key/value head, got {log_forget.shape[1]} for {key.shape[1]} heads")
+    options: Any = {"enable_gqa": enable_gqa, "window": window, "backend": backend}
     outs = []
     for at in spans(log_forget):
         key_bias, log_decay = _bias(gates.cut(at))
-        part = linear_attention_with_state(
-            query[:, :, at],
-            key[:, :, at],
-            value[:, :, at],
-            feature_map,
-            None if state is None else state.decay(log_decay),
-            key_mask=None if key_mask is None else key_mask[:, at],
-            key_bias=key_bias.expand(key.shape[0], -1, -1),
-            enable_gqa=enable_gqa,
-            window=window,
-            backend=backend,
-        )
-        outs.append(part.out)
-        state = part.state
+        tokens = query[:, :, at], key[:, :, at], value[:, :, at], feature_map
+        bias = key_bias.expand(key.shape[0], -1, -1)
+        mask = None if key_mask is None else key_mask[:, at]
+        past = None if state is None else state.decay(log_decay)
+        out, state = linear_attention_with_state(*tokens, past, key_mask=mask, key_bias=bias, **options)
+        outs.append(out)
     assert state is not None
     return Attended(outs[0] if len(outs) == 1 else torch.cat(outs, 2), state)
 
@@ -305,7 +298,7 @@ def _projected(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 @final
-class FixedDecay(Gate):
+class FixedDecay(UncastBuffers, Gate):
     """Weights φ(q_i)·φ(k_j)·e^{-λ(i - j)}, λ fixed for each key/value head.
 
     A gate with log f = -λ: causal, O(1) memory in a stream, O(L) time.
@@ -332,6 +325,7 @@ class FixedDecay(Gate):
         if not rates or not all(math.isfinite(rate) and rate >= 0 for rate in rates):
             raise ValueError(f"rates must be finite numbers >= 0, one for each key/value head, got {list(rates)}")
         self.num_heads = len(rates)
+        # Rounded decays would add up: they stay float64 when a model is cast.
         self.register_buffer("rates", torch.tensor(list(rates), dtype=torch.float64))
 
     @classmethod
@@ -348,13 +342,6 @@ class FixedDecay(Gate):
     def retnet(cls, num_heads: int) -> Self:
         """RetNet's decays: γ = 1 - 2^(-5-h) for h = 0…H-1."""
         return cls([-math.log1p(-(2.0 ** (-5 - h))) for h in range(check_count("num_heads", num_heads))])
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move with the model, but stay float64 when the model is cast: rounded decays would add up."""
-        masters = own_buffers(self)
-        super()._apply(fn, recurse)
-        uncast_(self, masters)
-        return self
 
     def forward(self, x: Tensor) -> Gates:
         """log f = -λ at every token of (B, L, E); (1, Hkv, L)."""
