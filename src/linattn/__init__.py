@@ -56,10 +56,8 @@ _ROOMS = ("attention", "feature_maps", "kv_cache", "softmax")
 
 
 def __getattr__(name: str) -> object:
-    """A package inside this one, or in the command a name of theirs, imported when it is asked for.
-
-    `linattn.parallel` loads torch's distributed tensors, half of torch again.
-    """
+    """A package inside this one, or in the command a name of theirs, imported when it is asked for."""
+    # `linattn.parallel` loads torch's distributed tensors, half of torch again.
     if not name.startswith("_"):
         if find_spec(f"linattn.{name}") is not None:
             return import_module(f"linattn.{name}")

@@ -14,7 +14,7 @@ from torch import Tensor
 from linattn.attention.bound_map import named_tensors
 from linattn.attention.window import WindowKeys, check_width
 from linattn.feature_maps import FeatureMap
-from linattn.softmax.checking import TOKEN_DTYPES, check_kind, check_tensor, check_tokens, checked, refuse
+from linattn.softmax.checking import TOKEN_DTYPES, Qkv, check_kind, check_tensor, check_tokens, checked, refuse
 from linattn.softmax.precision import accumulation_dtype
 from linattn.softmax.row_groups import RowGroups, check_groups
 
@@ -37,12 +37,7 @@ def check_map(feature_map: object) -> None:
 
 
 def checked_for(
-    feature_map: FeatureMap,
-    tokens: tuple[Tensor, Tensor, Tensor],
-    key_mask: Tensor | None,
-    key_bias: Tensor | None,
-    *,
-    enable_gqa: bool,
+    feature_map: FeatureMap, tokens: Qkv, key_mask: Tensor | None, key_bias: Tensor | None, *, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`linattn.softmax.checking.checked`, and what is no map, or was not built for these tensors, refused."""
     check_map(feature_map)

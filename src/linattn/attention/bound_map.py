@@ -42,14 +42,9 @@ class BoundMap(NamedTuple):
 
 
 def bind(
-    feature_map: FeatureMap,
-    query: Tensor,  # (B, H, Lq, D)
-    key: Tensor,  # (B, Hkv, Lk, D)
-    key_mask: Tensor | None = None,  # (B, Lk) or (B, Hkv, Lk)
-    *,
-    is_causal: bool,
+    feature_map: FeatureMap, query: Tensor, key: Tensor, key_mask: Tensor | None = None, *, is_causal: bool
 ) -> BoundMap:
-    """The map with the tensors of a call."""
+    """The map with the tensors of a call of query (B, H, Lq, D), key (B, Hkv, Lk, D), mask (B, Lk) or (B, Hkv, Lk)."""
     with outside_autocast(query.device):
         call = feature_map.call_tensors(query, key, key_mask=key_mask, is_causal=is_causal)
     followed = {name: tensor for name, tensor in named_tensors(feature_map) if _is_followed(tensor)}

@@ -14,7 +14,7 @@ from linattn.attention.state import State
 from linattn.attention.sums import Sums, no_sums, relative_to
 from linattn.attention.window import WindowKeys, attend_with_window, check_window
 from linattn.feature_maps import FeatureMap
-from linattn.softmax.checking import refuse_sdpa_options
+from linattn.softmax.checking import KeyWeights, Qkv, refuse_sdpa_options
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 from linattn.softmax.row_groups import RowGroups
@@ -253,10 +253,10 @@ def linear_partial_with_state(
 
 
 def _advance(
-    tokens: tuple[Tensor, Tensor, Tensor],
+    tokens: Qkv,
     feature_map: FeatureMap,
     state: State | None,
-    weights: tuple[Tensor | None, Tensor | None],  # mask and bias of the keys
+    weights: KeyWeights,
     enable_gqa: bool,
     window: int | None,
     backend: str,
@@ -278,9 +278,9 @@ def _advance(
 
 
 def _checked(
-    tokens: tuple[Tensor, Tensor, Tensor],
+    tokens: Qkv,
     feature_map: FeatureMap,
-    weights: tuple[Tensor | None, Tensor | None],  # mask and bias of the keys
+    weights: KeyWeights,
     enable_gqa: bool,
     window: int | None,
     backend: str,

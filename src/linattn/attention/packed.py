@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from linattn.attention._check import checked_for
 from linattn.attention.functional import Attended, linear_attention, linear_attention_with_state
 from linattn.attention.state import State
 from linattn.feature_maps import FeatureMap
-from linattn.softmax.checking import check_dtype
+from linattn.softmax.checking import KeyWeights, Qkv, check_dtype
 from linattn.softmax.row_groups import in_order
 from linattn.softmax.tracing import is_fake
 
@@ -65,13 +66,8 @@ def linear_attention_packed(
         [5.0, 5.0, 7.0]
     """
     packing = _Packing((query, key, value), (key_mask, key_bias), feature_map, cu_seqlens, enable_gqa=enable_gqa)
-    outs = [
-        linear_attention(
-            *qkv, feature_map, key_mask=mask, key_bias=bias, is_causal=is_causal, enable_gqa=enable_gqa, backend=backend
-        )
-        for qkv, mask, bias in packing.batches()
-    ]
-    return packing.packed(outs)
+    calls = packing.calls(is_causal=is_causal, enable_gqa=enable_gqa, backend=backend)
+    return packing.packed([linear_attention(*qkv, feature_map, **options) for qkv, options in calls])
 
 
 def linear_attention_packed_with_state(
@@ -103,12 +99,8 @@ def linear_attention_packed_with_state(
         ([8.0, 5.0, 7.0], [4.0, 2.0])
     """
     packing = _Packing((query, key, value), (key_mask, key_bias), feature_map, cu_seqlens, enable_gqa=enable_gqa)
-    attended = [
-        linear_attention_with_state(
-            *qkv, feature_map, key_mask=mask, key_bias=bias, enable_gqa=enable_gqa, backend=backend
-        )
-        for qkv, mask, bias in packing.batches()
-    ]
+    calls = packing.calls(enable_gqa=enable_gqa, backend=backend)
+    attended = [linear_attention_with_state(*qkv, feature_map, **options) for qkv, options in calls]
     sums = zip(*(one.state.sums for one in attended), strict=True)
     S, z, m = (in_order(packing.groups, rows) for rows in sums)
     return Attended(packing.packed([one.out for one in attended]), State(S, z, m, attended[0].state.built_with))
@@ -118,13 +110,7 @@ class _Packing:
     """A packed call as batches of sequences of similar lengths, and its results put in the order of the tokens."""
 
     def __init__(
-        self,
-        tokens: tuple[Tensor, Tensor, Tensor],
-        weights: tuple[Tensor | None, Tensor | None],
-        feature_map: FeatureMap,
-        cu_seqlens: Tensor,
-        *,
-        enable_gqa: bool,
+        self, tokens: Qkv, weights: KeyWeights, feature_map: FeatureMap, cu_seqlens: Tensor, *, enable_gqa: bool
     ) -> None:
         *self._tokens, _ = checked_for(feature_map, tokens, *weights, enable_gqa=enable_gqa)
         self._mask, self._bias = weights
@@ -134,8 +120,8 @@ class _Packing:
             groups.setdefault(self._length(sequence).bit_length(), []).append(sequence)
         self.groups = [tuple(group) for group in groups.values()]
 
-    def batches(self) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]]:
-        """Of each power of two tokens (n, heads, L, ·), their mask (n, L) and their bias (n, Hkv or 1, L)."""
+    def calls(self, **options: Any) -> Iterator[tuple[Qkv, dict[str, Any]]]:
+        """Of each power of two tokens (n, heads, L, ·), and the options with their mask (n, L) and bias (n, ·, L)."""
         for group in self.groups:
             longest = max(map(self._length, group))
             starts = self._index([self._starts[x] for x in group]).unsqueeze(-1)
@@ -149,7 +135,7 @@ class _Packing:
                 in_sequence = numbers < lengths
                 mask = in_sequence if mask is None else in_sequence & mask
             bias = None if self._bias is None else _rows(self._bias.unsqueeze(-1), index, shape).squeeze(-1)
-            yield (query, key, value), mask, bias
+            yield (query, key, value), {"key_mask": mask, "key_bias": bias, **options}
 
     def packed(self, outs: Sequence[Tensor]) -> Tensor:
         """(1, H, T, Dv) of the batches' outputs (n, H, L, Dv)."""

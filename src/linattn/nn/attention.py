@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.attention import State
-from linattn.nn.streams import Attended, KeptTokens, Stream, kind_of
+from linattn.nn.streams import Attended, KeptTokens, Stream
 from linattn.positions import Gate, Gates, Position, token_positions
 from linattn.softmax.checking import check_dense, check_mask
 
@@ -142,9 +142,10 @@ class Attention(nn.Module, ABC):
             )
         self._check_tokens(x, None, key_mask)
         if state is not None and not (isinstance(state, Stream) and isinstance(state.kept, self._keeps)):
+            kind = f"a Stream of {type(state.kept).__name__}" if isinstance(state, Stream) else type(state).__name__
             raise TypeError(
-                f"a {type(self).__name__} goes on from the Stream of a {self._keeps.__name__}, got {kind_of(state)}; "
-                "give each layer the state that it returned"
+                f"a {type(self).__name__} goes on from the Stream of a {self._keeps.__name__}, got {kind}; give each "
+                "layer the state that it returned"
             )
         x = _silenced(x, key_mask)
         before, past = (None, None) if state is None else (state.num_before(x), state.kept)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -155,16 +155,8 @@ class LinearAttention(Attention):
         joint, bias = (mha._parameters[name] for name in ("in_proj_weight", "in_proj_bias"))
         apart, weight = (mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight), mha.out_proj.weight
         weights = (*(apart if joint is None else joint.chunk(3)), weight)
-        layer = cls(
-            mha.embed_dim,
-            mha.num_heads,
-            feature_map,
-            is_causal=is_causal,
-            window=window,
-            bias=bias is not None,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
+        made: Any = {"bias": bias is not None, "device": weight.device, "dtype": weight.dtype}
+        layer = cls(mha.embed_dim, mha.num_heads, feature_map, is_causal=is_causal, window=window, **made)
         projections = layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj
         for projection, copied in zip(projections, weights, strict=True):
             projection.weight = nn.Parameter(copied.detach().clone())

@@ -97,11 +97,6 @@ class Attended(NamedTuple):
     state: Stream
 
 
-def kind_of(state: object) -> str:
-    """Name in words of an object passed as a state."""
-    return f"a Stream of {type(state.kept).__name__}" if isinstance(state, Stream) else type(state).__name__
-
-
 def extended(past: KeptTokens | None, new: KeptTokens, log_decay: Tensor | None = None) -> KeptTokens:
     """The tokens kept, None for none, which may fade, then the new ones."""
     if past is None:

@@ -102,9 +102,8 @@ class SequenceParts:
             return self._by_softmax(layer, heads)
         assert isinstance(layer, LinearAttention)
         options: dict[str, Any] = {"is_causal": layer.is_causal, "enable_gqa": True, "window": layer.window}
-        return self.attend_linearly(
-            *heads[:3], layer.feature_map, key_mask=heads.key_mask, gates=heads.gates, **options
-        )
+        options |= {"key_mask": heads.key_mask, "gates": heads.gates}
+        return self.attend_linearly(*heads[:3], layer.feature_map, **options)
 
     def attend_linearly(
         self, query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap, **options: Any

@@ -11,7 +11,8 @@ from linattn.attention import State
 from linattn.attention.backends import check_backend
 from linattn.attention.window import check_window
 from linattn.feature_maps import FeatureMap
-from linattn.parallel.parts import Part, attend_with_window, gathered, joined, refuse_left_padding
+from linattn.parallel import parts
+from linattn.parallel.parts import Part, gathered, joined
 from linattn.parallel.ranks import Ranks, agreed, fields_of_call, kind_of_gates, tied
 from linattn.positions import Gates
 
@@ -96,7 +97,7 @@ def linear_attention(
                 f"{key.shape[2]}, got {tuple(lengths)}"
             )
         if window is not None and not any((lengths or ())[: ranks.rank]) and (lengths or ranks.rank == 0):
-            refuse_left_padding(part)
+            parts.refuse_left_padding(part)
         return part
 
     options = {"is_causal": is_causal, "enable_gqa": enable_gqa, "gates": kind_of_gates(gates), "backend": backend}
@@ -107,8 +108,10 @@ def linear_attention(
     part, lengths_of_ranks = agreed(ranks, fields, check, tokens)
     part = part._replace(query=tied(part.query, lengths_of_ranks), key=tied(part.key, lengths_of_ranks))
     if window is not None:
-        parts = lengths_of_ranks[:, 1].tolist() if lengths is None else lengths
-        return attend_with_window(ranks, part, feature_map, window, parts, backend, is_causal=is_causal)
+        every_length = lengths_of_ranks[:, 1].tolist() if lengths is None else lengths
+        views = parts.Views.of(every_length, window, is_causal=is_causal)
+        attend = parts.attend_causally if is_causal else parts.attend_both_ways
+        return attend(ranks, parts.with_neighbours(ranks, part, views), views, feature_map, window, backend)
     # Nobody comes after the last rank.
     sent = part.keys(slice(0)) if is_causal and ranks.is_last else part
     (every,), query = gathered(ranks, [sent.absorbed(feature_map, backend)], part.query)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from linattn.positions import Gates, gate_bias, gated_attention_with_state
 from linattn.positions.gates import spans
 from linattn.softmax import combine
 from linattn.softmax.attention import inert
+from linattn.softmax.checking import KeyWeights, Qkv
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 from linattn.softmax.tracing import has_values
 
@@ -86,9 +87,9 @@ class Part(NamedTuple):
     @classmethod
     def checked(
         cls,
-        tokens: tuple[Tensor, Tensor, Tensor],
+        tokens: Qkv,
         feature_map: FeatureMap,
-        weights: tuple[Tensor | None, Tensor | None],  # mask and bias of the keys
+        weights: KeyWeights,
         gates: Gates | None,
         *,
         is_causal: bool,
@@ -147,13 +148,10 @@ class Part(NamedTuple):
     def attended(self, feature_map: FeatureMap, before: State, window: int | None, backend: str) -> Tensor:
         """The causal rows over a state's keys and these, (B, H, Lq, Dv)."""
         tokens = *self[:3], feature_map
+        options: Any = {"enable_gqa": True, "window": window, "backend": backend}
         if self.gates is None:
-            return linear_attention_with_state(
-                *tokens, before, key_bias=self.bias, enable_gqa=True, window=window, backend=backend
-            ).out
-        return gated_attention_with_state(
-            *tokens, self.gates, before, key_mask=self.key_mask, enable_gqa=True, window=window, backend=backend
-        ).out
+            return linear_attention_with_state(*tokens, before, key_bias=self.bias, **options).out
+        return gated_attention_with_state(*tokens, self.gates, before, key_mask=self.key_mask, **options).out
 
     def read(self, feature_map: FeatureMap, state: State, backend: str) -> Tensor:
         """The rows over a state's keys alone, (B, H, Lq, Dv)."""
@@ -218,22 +216,9 @@ def refuse_left_padding(first: Part) -> None:
         )
 
 
-def attend_with_window(
-    ranks: Ranks,
-    part: Part,
-    feature_map: FeatureMap,
-    window: int,
-    lengths: Sequence[int],
-    backend: str,
-    *,
-    is_causal: bool,
+def attend_causally(
+    ranks: Ranks, view: Part, views: Views, feature_map: FeatureMap, window: int, backend: str
 ) -> Tensor:
-    """Rows (B, H, L, Dv) with a window alone."""
-    views, attend = Views.of(lengths, window, is_causal=is_causal), _causal if is_causal else _both_ways
-    return attend(ranks, with_neighbours(ranks, part, views), views, feature_map, window, backend)
-
-
-def _causal(ranks: Ranks, view: Part, views: Views, feature_map: FeatureMap, window: int, backend: str) -> Tensor:
     """A stream goes on from the state of all tokens before the view, and reads the view's own."""
     rank, first = ranks.rank, views.firsts[ranks.rank]
     sent = view.keys(slice(0 if ranks.is_last else views.firsts[rank + 1] - first))
@@ -248,7 +233,9 @@ def _causal(ranks: Ranks, view: Part, views: Views, feature_map: FeatureMap, win
     return view._replace(query=query).attended(feature_map, before, window, backend)[:, :, num_before:]
 
 
-def _both_ways(ranks: Ranks, view: Part, views: Views, feature_map: FeatureMap, window: int, backend: str) -> Tensor:
+def attend_both_ways(
+    ranks: Ranks, view: Part, views: Views, feature_map: FeatureMap, window: int, backend: str
+) -> Tensor:
     """The view's tokens are read from the state before it and from the one after it."""
     rank, first, end = ranks.rank, views.firsts[ranks.rank], views.ends[ranks.rank]
     former = views.ends[rank - 1] if rank else 0

@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from linattn.feature_maps import FeatureMap
 from linattn.positions import Gates
+from linattn.softmax.checking import Qkv
 
 
 class Ranks(NamedTuple):
@@ -136,7 +137,7 @@ _FIELD, _VALUE = "\x1e", "\x1f"
 
 def fields_of_call(
     call: str,
-    tokens: tuple[Tensor, Tensor, Tensor],
+    tokens: Qkv,
     feature_map: FeatureMap | None,
     window: int | None,
     weights: Sequence[Tensor | None] = (),

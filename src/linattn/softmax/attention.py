@@ -53,13 +53,8 @@ def softmax_attention(
     """
     if attn_mask is not None or dropout_p:
         refuse_sdpa_options(attn_mask, dropout_p)
-    query, key, value, bias = checked(
-        (query, key, value),
-        key_mask,
-        key_bias,
-        enable_gqa=enable_gqa,
-        takes_jagged=not is_causal and key_mask is None and key_bias is None,
-    )
+    tokens, takes_jagged = (query, key, value), not is_causal and key_mask is None and key_bias is None
+    query, key, value, bias = checked(tokens, key_mask, key_bias, enable_gqa=enable_gqa, takes_jagged=takes_jagged)
     lq, lk = query.shape[2], key.shape[2]
     attend = torch.nn.functional.scaled_dot_product_attention
     if bias is None and is_causal and lq == lk:

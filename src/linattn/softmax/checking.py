@@ -14,15 +14,14 @@ from linattn.softmax.precision import accumulation_dtype
 from linattn.softmax.tokens import Tokens
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+Qkv = tuple[Tensor, Tensor, Tensor]
+"""Query, key and value."""
+KeyWeights = tuple[Tensor | None, Tensor | None]
+"""Mask and bias of the keys."""
 
 
 def checked(
-    tokens: tuple[Tensor, Tensor, Tensor],
-    key_mask: Tensor | None,
-    key_bias: Tensor | None,
-    *,
-    enable_gqa: bool,
-    takes_jagged: bool = False,
+    tokens: Qkv, key_mask: Tensor | None, key_bias: Tensor | None, *, enable_gqa: bool, takes_jagged: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Query, key and value in one dtype, and mask and bias as one: (B, Hkv or 1, Lk), -inf for masked keys, or None."""
     # torch.jit's own function for this has no annotation.

@@ -180,15 +180,10 @@ def turned(call: Call, attend: Callable[[Call], tuple[Tensor, Tensor | None]]) -
         return attend(call)
     place = torch.arange(length, device=bias.device)
     there, back = ((place + turn.unsqueeze(-1)) % length for turn in (first, -first))
-    query = pad(call.query, (0, 0, length - num_queries, 0))
-    out, log = attend(
-        call._replace(
-            query=torch.take_along_dim(query, there[:, None, None, :, None], 3),
-            key=torch.take_along_dim(call.key, there[:, None, :, None], 2),
-            value=torch.take_along_dim(call.value, there[:, None, :, None], 2),
-            bias=torch.take_along_dim(bias, there.unsqueeze(1), 2),
-        )
-    )
+    query = torch.take_along_dim(pad(call.query, (0, 0, length - num_queries, 0)), there[:, None, None, :, None], 3)
+    key, value = (torch.take_along_dim(x, there[:, None, :, None], 2) for x in (call.key, call.value))
+    bias = torch.take_along_dim(bias, there.unsqueeze(1), 2)
+    out, log = attend(call._replace(query=query, key=key, value=value, bias=bias))
     # Causally the queries before that token see no key.
     blind = (place < first.unsqueeze(-1))[:, None, None, length - num_queries :] & call.is_causal
     back = back[:, None, None, length - num_queries :]
@@ -267,10 +262,7 @@ def _together(num_queries: int, rows: list[tuple[int, ...]], parts: Sequence[Str
     if logs:
         log = in_order(rows, [pad(x, (n, 0), value=-torch.inf) for x, n in zip(logs, missing, strict=True)])
     sums = [in_order(rows, x) for x in zip(*(part.sums for part in parts), strict=True)]
-    keys = []
-    for part in parts:
-        assert not isinstance(part.keys, RowGroups)
-        keys.append(part.keys)
+    keys = [part.keys for part in parts if not isinstance(part.keys, RowGroups)]
     return Streamed(out, log, sums, RowGroups.joined(list(zip(rows, keys, strict=True))))
 
 

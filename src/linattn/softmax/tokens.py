@@ -80,5 +80,4 @@ def by_block(rows: Tensor, num_blocks: int, window: int) -> Tensor:
     """Rows (B, H, G, L, D), L ≤ n·w, as the rows of blocks (B, H, n, G·w, D), zeros after the last."""
     short = num_blocks * window - rows.shape[3]
     rows = torch.nn.functional.pad(rows, (0, 0, 0, short)) if short else rows
-    blocks: Tensor = rows.unflatten(3, (num_blocks, window))
-    return blocks.transpose(2, 3).flatten(3, 4)
+    return torch.unflatten(rows, 3, (num_blocks, window)).transpose(2, 3).flatten(3, 4)

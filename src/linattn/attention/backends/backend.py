@@ -23,10 +23,8 @@ class Rows(NamedTuple):
 
 
 def lifts(record: Any, feature_map: FeatureMap) -> dict[str, Tensor]:
-    """Factors, by field, that bring a plain map's faint denominators near 1, and sums of heads where all of z is faint.
-
-    A row's gradient is divided by its denominator, and becomes as small again only on its way through the map.
-    """
+    """Factors, by field, that bring a plain map's faint denominators near 1, and sums where a head's z is faint."""
+    # A row's gradient is divided by its denominator, and becomes as small again only on its way through the map.
     if feature_map.exponential or isinstance(feature_map, GroupedFeatureMap):
         return {}
     factors = {"den": lift(record.den)} if "den" in record._fields else {}
@@ -78,22 +76,18 @@ class Backend(Protocol):
 
     def objections(self, call: Call) -> list[str]:
         """Every reason why this backend cannot run the call; none if it can."""
-        ...
 
     def attend(self, call: Call, before: Sums, *, span: int = 0) -> tuple[Rows, Sums]:
         """Queries over the sums' keys and the call's, and the sums after all; causal is aligned bottom-right.
 
         With `span`, for as many queries as keys, causal rows see the keys of earlier spans of so many tokens only.
         """
-        ...
 
     def absorb(self, call: Call, before: Sums) -> Sums:
         """The sums after the call's keys."""
-        ...
 
     def read(self, call: Call, sums: Sums) -> Rows:
         """The call's queries over the sums' keys alone."""
-        ...
 
 
 class Folding(Backend, Protocol):
@@ -101,7 +95,6 @@ class Folding(Backend, Protocol):
 
     def fold(self, call: Call, before: Sums, span: int) -> tuple[Rows, Sums]:
         """Causal rows of as many queries as keys, and the sums after them."""
-        ...
 
 
 def attend_aligned(backend: Folding, call: Call, before: Sums, span: int) -> tuple[Rows, Sums]:

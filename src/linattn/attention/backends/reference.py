@@ -67,19 +67,13 @@ class Reference:
 
 
 def _attend(
-    feature_map: FeatureMap,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    before: Sums,
-    visible: Tensor,  # (Lq, Lk)
+    feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, before: Sums, seen: Tensor
 ) -> tuple[Rows, Sums]:
-    """Rows and sums with the map's tensors in place."""
+    """Rows and sums with the map's tensors in place, of queries that see some of the keys, (Lq, Lk)."""
     m, sums = before.m, torch.cat((before.S, before.z.unsqueeze(-1)), -1)
     key, value = inert(bias, key, value)
     bias = sums.new_zeros(1, 1, key.shape[2]) if bias is None else bias
-    rise = torch.where(visible, bias[:, :, None, None], -torch.inf)  # (B, H or 1, 1, Lq, Lk)
+    rise = torch.where(seen, bias[:, :, None, None], -torch.inf)  # (B, H or 1, 1, Lq, Lk)
     q, k = query.to(sums.dtype), key.to(sums.dtype)
     extended = torch.cat((value, value.new_ones(*value.shape[:-1], 1)), -1).to(sums.dtype)
     if isinstance(feature_map, GroupedFeatureMap):

@@ -62,12 +62,9 @@ class Blocked:
 
 
 def _step(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
-    """The row of one token, and the sums after it: those of absorb and read, for calls too small for blocks.
-
-    A step costs as much in calls as in arithmetic, hence one product for queries and key where the map allows, one pass
-    over the state to write it and one to read it. The exponents stay unless a key exceeds one by RISE, which late in a
-    sequence is rare: sums may be exp(RISE) larger for it.
-    """
+    """The row of one token, and the sums after it: those of absorb and read, for calls too small for blocks."""
+    # It costs as much in calls as in arithmetic: one product for queries and key where the map allows, a pass over the
+    # state to write it and one to read it. Exponents stay unless a key exceeds one by RISE: sums may be larger for it.
     query, key, value, S, z, m, bias = inputs
     q, k, v = query.squeeze(3), key, value
     if query.dtype != S.dtype:

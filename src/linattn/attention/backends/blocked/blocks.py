@@ -69,10 +69,7 @@ class Running:
 
 
 def block_size(rows: int, num_features: int, device: torch.device, *, is_causal: bool, span: int = 0) -> int:
-    """Tokens per block for `rows` = B·H·G rows of features; causal blocks also pay for n × n products.
-
-    With `span`, a power of two, it is a multiple of it.
-    """
+    """Tokens per block for B·H·G rows of features, a multiple of a span; causal blocks pay for n × n products too."""
     budget = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
     size = max(budget // max(rows * num_features, 1), 64)
     size = min(size, 128 if is_causal else 1024)

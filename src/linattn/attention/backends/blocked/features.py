@@ -181,11 +181,8 @@ def query_block(feature_map: FeatureMap, x: Tensor, space: Workspace, power: Ten
 def read_queries(
     feature_map: FeatureMap, x: Tensor, c: Base, space: Workspace, sums: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Num (B·H, n, Dv) and den (B·H, n, 1) of queries x (B, H, n, D), and their exponent (B, H, n); None where it is 0
-    and no den is.
-
-    `sums` gives num and den of features (B·H, n, R) relative to c.
-    """
+    """Num (B·H, n, Dv), den (B·H, n, 1) and exponent (B, H, n) of queries (B, H, n, D); None where 0 and no den is."""
+    # The sums are functions of features (B·H, n, R) relative to c.
     out, near = space.buffer("queries", *x.shape[:-1], feature_map.num_features), None
     if not feature_map.exponential:
         return *sums(feature_map.write_query(x, out).flatten(0, 1)), c.m.expand(x.shape[:-1])

@@ -45,8 +45,7 @@ class Tiles(NamedTuple):
 
     def pick(self, rows: Tensor) -> Tensor:
         """The tiles' rows (t, T, ·) of rows (B·H·N, ·)."""
-        picked: Tensor = rows.index_select(0, self.query.flatten()).unflatten(0, self.query.shape)
-        return picked
+        return torch.unflatten(rows.index_select(0, self.query.flatten()), 0, self.query.shape)
 
 
 def tiles(group: Tensor, num_groups: int) -> Tiles:
@@ -84,12 +83,8 @@ def flat_groups(feature_map: GroupedFeatureMap, sums: Sums) -> Flat:
     """Sums and places, group by group."""
     S, z, m = sums
     count, num_local = m.numel(), feature_map.num_local
-    return Flat(
-        flat_places(feature_map, m),
-        S.reshape(count, num_local, S.shape[-1]),
-        z.reshape(count, 1, num_local),
-        m.flatten(),
-    )
+    S, z = S.reshape(count, num_local, S.shape[-1]), z.reshape(count, 1, num_local)
+    return Flat(flat_places(feature_map, m), S, z, m.flatten())
 
 
 def flat_places(feature_map: GroupedFeatureMap, m: Tensor) -> Tensor:

@@ -26,13 +26,11 @@ class Level(NamedTuple):
 
     def rows(self, x: Tensor) -> Tensor:
         """A view (B, H, G, p, h, …) of the rectangles' rows of x (B, H, G, P, …)."""
-        view: Tensor = x.unflatten(3, (-1, 2, self.half))[:, :, :, :, 1] if self.half else x.unsqueeze(4)
-        return view
+        return torch.unflatten(x, 3, (-1, 2, self.half))[:, :, :, :, 1] if self.half else x.unsqueeze(4)
 
     def keys(self, x: Tensor) -> Tensor:
         """A view (B, H, p, h, …) of the rectangles' keys of x (B, H, P, …)."""
-        view: Tensor = x.unflatten(2, (-1, 2, self.half))[:, :, :, 0] if self.half else x.unsqueeze(3)
-        return view
+        return torch.unflatten(x, 2, (-1, 2, self.half))[:, :, :, 0] if self.half else x.unsqueeze(3)
 
 
 def levels(length: int, span: int) -> Iterator[Level]:
@@ -52,8 +50,7 @@ def _as_rectangles(x: Tensor) -> Tensor:
 
 def _as_rows(x: Tensor, groups: int) -> Tensor:
     """(B, H, p, G·h, …) -> (B, H, G, p, h, …)."""
-    rows: Tensor = x.unflatten(3, (groups, -1)).transpose(2, 3)
-    return rows
+    return torch.unflatten(x, 3, (groups, -1)).transpose(2, 3)
 
 
 def _padded(x: Tensor, dim: int, filling: float = 0.0) -> Tensor:
@@ -97,14 +94,8 @@ def split(t: Tensor, keys: Keys, value: Tensor, groups: int, span: int) -> Split
     extended = torch.cat((value, value.new_ones(*value.shape[:-1], 1)), -1)
     log = keys.log.expand(*extended.shape[:-1], -1)
     linear = None if keys.linear is None else _padded(keys.linear, 2)
-    return Split(
-        _padded(t.unflatten(2, (groups, -1)), 3),
-        _padded(log, 2, -torch.inf),
-        linear,
-        _padded(extended, 2),
-        span,
-        keys.base,
-    )
+    rows = _padded(t.unflatten(2, (groups, -1)), 3)
+    return Split(rows, _padded(log, 2, -torch.inf), linear, _padded(extended, 2), span, keys.base)
 
 
 def split_rows(block: Split, length: int, before: Sums) -> tuple[Tensor, Tensor, Tensor]:

@@ -138,10 +138,8 @@ class SavedRows(NamedTuple):
 
 def saved_rows(saved: Saved, block: slice, x: Tensor, space: Workspace) -> SavedRows:
     """A block's rows, from outputs and gradients that begin as Rows do."""
-    out, grad_out = (
-        space.rows(name, x[..., block, :]).flatten(2, 3)
-        for name, x in (("out", saved.outputs.out), ("grad_out", saved.grads.out))
-    )
+    outs = {"out": saved.outputs.out, "grad_out": saved.grads.out}
+    out, grad_out = (space.rows(name, y[..., block, :]).flatten(2, 3) for name, y in outs.items())
     rows = (saved.outputs.den, saved.outputs.reference, saved.grads.den)
     den, reference, grad_den = (x[..., block].flatten(2, 3) for x in rows)
     # Rounded outputs would cost the gradient its digits where attention is nearly uniform.
