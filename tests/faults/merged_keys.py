@@ -148,12 +148,12 @@ FAULTS = (
     Fault(
         "put a cluster's centre at its first key",
         ROOM + "partitioning.py",
-        "clusters = centres(clusters.point, clusters.mass, joined, room)",
-        "place = torch.arange(joined.shape[1]).expand_as(joined)\n"
+        "            point = weighted_sums(point, mass, joined, room) / torch.where(total == 0, 1, total)\n",
+        "            place = torch.arange(joined.shape[1]).expand_as(joined)\n"
         "            least = torch.full_like(joined, 10**6).scatter_reduce(1, joined, place, 'amin')\n"
         "            first = torch.where(least.gather(1, joined) == place, joined, room)\n"
-        "            heavy = centres(clusters.point, clusters.mass, first, room)\n"
-        "            clusters = heavy._replace(mass=centres(clusters.point, clusters.mass, joined, room).mass)",
+        "            heavy = sums(mass.unsqueeze(-1), first, room)\n"
+        "            point = weighted_sums(point, mass, first, room) / torch.where(heavy == 0, 1, heavy)\n",
         MERGING + "::test_rounds_are_nearly_as_good_as_pairs_one_by_one",
     ),
     Fault(

@@ -83,10 +83,8 @@ def _attend_merging(
     with torch.no_grad():
         distances = _distances(tokens, sample.spread)
     if is_compiled(backend, query, tokens):
-        beginning = _num_seeds(config.num_merged), _ROUNDS
-        return everywhere_in_compiled_code(
-            query, tokens, sample, distances, config, beginning, scale, with_log=with_log
-        )
+        start = _num_seeds(config.num_merged), _ROUNDS
+        return everywhere_in_compiled_code(query, tokens, sample, distances, config, start, scale, with_log=with_log)
     attended = sample.attends(tokens)
     with torch.no_grad():
         number = _clusters(tokens, distances, attended.log_mass, config.num_merged)

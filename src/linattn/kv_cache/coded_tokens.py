@@ -52,11 +52,6 @@ class CodedTokens(NamedTuple):
         value = frames.value.coded(inside.value, bits[1], in_compiled_code=in_compiled_code)
         return cls(key, value, inside.bias, frames)
 
-    @property
-    def is_there(self) -> Tensor:
-        """Which heads (B, H) have a token at all: none before their first."""
-        return (self.bias != -torch.inf).any(-1)
-
     def then(self, other: Self) -> Self:
         """Append other tokens, in the others' frames."""
         bias = torch.cat((self.bias, other.bias), 2)

@@ -37,12 +37,7 @@ _UNIT = 8
 
 
 class Layout(NamedTuple):
-    """How rows of a width are cut into blocks.
-
-    Example:
-        >>> Layout.of(256), Layout.of(80), Layout.of(5)
-        (Layout(block=32, number=8), Layout(block=16, number=5), Layout(block=8, number=1))
-    """
+    """How rows of a width are cut into blocks."""
 
     block: int  # R, a power of two
     number: int  # N
@@ -65,35 +60,26 @@ class Layout(NamedTuple):
 
 
 def coded_bytes(width: int, bits: float) -> int:
-    """Bytes of a row: its codes and its scale.
-
-    Example:
-        >>> coded_bytes(256, 4), coded_bytes(256, 3.5)
-        (130, 114)
-    """
+    """Bytes of a row: its codes and its scale."""
     layout = Layout.of(width)
     return layout.block * layout.spent(bits) // 8 + 2
 
 
 class Codes(NamedTuple):
-    """Rows (B, H, n, P) as a scale and a level for each number, of the bits of its block.
+    """Rows (B, H, n, P) as a scale and a level for each number, of the bits of its block."""
 
-    z ≈ s·l,   l the level nearest to z/(f·s₀),   s₀² = Σ 4^b z² / Σ 4^b,   s = Σ 4^b z·l / Σ 4^b l²
-
-    The bits b of a block say how much an error there counts: f is the one of eight factors with the least
-    Σ 4^b (z - s·l)². A smaller one makes all levels useful where the largest number is nearer than the last level, as
-    it mostly is of a row's few numbers; a larger one reaches what is farther.
-    """
+    # z ≈ s·l,   l the level nearest to z/(f·s₀),   s₀² = Σ 4^b z² / Σ 4^b,   s = Σ 4^b z·l / Σ 4^b l²
+    # The bits b of a block say how much an error there counts: f is the one of eight factors with the least
+    # Σ 4^b (z - s·l)². A smaller one makes all levels useful where the largest number is nearer than the last level, as
+    # it mostly is of a row's few numbers; a larger one reaches what is farther.
 
     code: Tensor  # (B, H, n, bytes) uint8
     scale: Tensor  # (B, H, n) float16
 
     @classmethod
     def of(cls, x: Tensor, bits: Tensor, num_bytes: int, *, in_compiled_code: bool = False) -> Self:
-        """The nearest levels, of blocks of so many bits (B, H, N). Numbers whose scale float16 has not are cut.
-
-        Compiled code finds the same: sums are of double precision there and here, and their order decides nothing.
-        """
+        """The nearest levels, of blocks of so many bits (B, H, N). Numbers whose scale float16 has not are cut."""
+        # Compiled code finds the same: sums are of double precision there and here, and their order decides nothing.
         if in_compiled_code:
             return cls(*_in_compiled_code(x, bits, num_bytes))
         x = x.clamp(-_LARGEST, _LARGEST)

@@ -30,8 +30,7 @@ _SIGNS = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(WIDEST)] fo
 def mixed(x: Tensor, block: int) -> Tensor:
     """Multiply blocks of rows (..., P) by a Hadamard matrix, which spreads large numbers over them; its own inverse."""
     matrix = _SIGNS[:block, :block].to(x) * block**-0.5
-    product: Tensor = x.unflatten(-1, (x.shape[-1] // block, block)) @ matrix
-    return product.flatten(-2)
+    return torch.flatten(x.unflatten(-1, (x.shape[-1] // block, block)) @ matrix, -2)
 
 
 def allocated(weight: Tensor, total: int) -> Tensor:
@@ -41,8 +40,7 @@ def allocated(weight: Tensor, total: int) -> Tensor:
     # Bit after bit to where it gains most, which is best since gains fall; of equal gains to the first.
     order = gains.argsort(dim=-1, descending=True, stable=True)[..., :total]
     chosen = torch.zeros_like(gains, dtype=torch.uint8).scatter(-1, order, 1)
-    bits: Tensor = chosen.unflatten(-1, (len(DISTORTION) - 1, weight.shape[-1])).sum(-2, dtype=torch.uint8)
-    return bits
+    return torch.unflatten(chosen, -1, (len(DISTORTION) - 1, weight.shape[-1])).sum(-2, dtype=torch.uint8)
 
 
 class Frame(NamedTuple):
@@ -55,12 +53,10 @@ class Frame(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, there: Tensor, bits: float, power: Tensor | None = None) -> Self:
-        """Of those rows that are there (B, H, n), in so many bits a number in the mean.
-
-        By mean squares of queries (B, H, W), since an error e_c moves logits by q_c·e_c, coordinates are sorted by
-        w_c = E[q_c²]·σ_c², and the blocks' bits minimise Σ w_c·distortion(bits_c). Else bits are equal; of a half the
-        first blocks have one more.
-        """
+        """Of those rows that are there (B, H, n), in so many bits a number in the mean."""
+        # By mean squares of queries (B, H, W), since an error e_c moves logits by q_c·e_c, coordinates are sorted by
+        # w_c = E[q_c²]·σ_c², and the blocks' bits minimise Σ w_c·distortion(bits_c). Else bits are equal; of a half the
+        # first blocks have one more.
         share = (there.to(x.dtype) / there.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(2)
         mean = share @ x
         variance = share @ (x - mean).square()

@@ -16,7 +16,7 @@ from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.keys import MergedKeys
 from linattn.kv_cache.state import MergedState
 from linattn.kv_cache.stream import attend_causal_merging
-from linattn.softmax.checking import checked, refuse_sdpa_options
+from linattn.softmax.checking import KeyWeights, Qkv, checked, refuse_sdpa_options
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import outside_autocast
 from linattn.softmax.row_groups import RowGroups, Streamed, attend_by_groups, turned
@@ -289,12 +289,7 @@ def _state(keys: Kept, tokens: _GroupedTokens) -> MergedState:
 
 
 def _begun(
-    tokens: tuple[Tensor, Tensor, Tensor],
-    config: MergedKV,
-    state: MergedState | None,
-    weights: tuple[Tensor | None, Tensor | None],  # mask and bias of the keys
-    enable_gqa: bool,
-    backend: str,
+    tokens: Qkv, config: MergedKV, state: MergedState | None, weights: KeyWeights, enable_gqa: bool, backend: str
 ) -> tuple[_GroupedTokens, Kept | None]:
     """The tokens of a call and what is kept of those before, wrong input refused."""
     grouped = _checked(tokens, config, weights, enable_gqa, backend, is_causal=True)
@@ -307,13 +302,7 @@ def _begun(
 
 
 def _checked(
-    tokens: tuple[Tensor, Tensor, Tensor],
-    config: MergedKV,
-    weights: tuple[Tensor | None, Tensor | None],  # mask and bias of the keys
-    enable_gqa: bool,
-    backend: str,
-    *,
-    is_causal: bool,
+    tokens: Qkv, config: MergedKV, weights: KeyWeights, enable_gqa: bool, backend: str, *, is_causal: bool
 ) -> _GroupedTokens:
     """The tokens of a call, wrong input refused."""
     query, key, value, bias = checked(tokens, *weights, enable_gqa=enable_gqa)

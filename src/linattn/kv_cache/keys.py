@@ -14,7 +14,7 @@ from linattn.kv_cache.coded_tokens import CodedTokens
 from linattn.kv_cache.codes import Codes
 from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.frames import Frame, Frames
-from linattn.kv_cache.memory import Memory
+from linattn.kv_cache.memory import Held, Memory
 from linattn.kv_cache.query_sample import QuerySample
 from linattn.softmax.tokens import Restored, Tokens, register
 
@@ -110,7 +110,7 @@ class Stream(NamedTuple):
         return slice(max(begin - blocks.window - blocks.size, 0), max(begin - blocks.window, 0))
 
 
-def tier_leaves(tier: Tokens | CodedTokens) -> list[Tensor]:
+def tier_leaves(tier: Held) -> list[Tensor]:
     """The tensors of a tier, in order."""
     return list(tier) if isinstance(tier, Tokens) else tier.leaves()
 

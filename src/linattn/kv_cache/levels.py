@@ -20,16 +20,13 @@ _STEPS = 12
 
 
 def _positive_levels(number: int) -> Tensor:
-    """The upper half of 2·`number` levels, float64: each the mean of the numbers that are nearest to it.
-
-    Newton's method on l_i - E[x | e_i < x < e_i+1] = 0, whose derivatives are tridiagonal, for e the middles.
-    """
+    """The upper half of 2·`number` levels, float64: each the mean of the numbers that are nearest to it."""
+    # Newton's method on l_i - E[x | e_i < x < e_i+1] = 0, whose derivatives are tridiagonal, for e the middles.
     # Many levels are as dense as the density's cubic root, which is that of a normal number of variance 3.
     shares = (torch.arange(number, dtype=torch.float64, device="cpu") + number + 0.5) / (2 * number)
     levels: Tensor = math.sqrt(3) * torch.special.ndtri(shares)
     for _ in range(_STEPS):
-        edges = pad(_middles(levels), (1, 1))
-        edges[-1] = math.inf
+        edges = pad(pad(_middles(levels), (1, 0)), (0, 1), value=math.inf)
         density, share = (-edges.square() / 2).exp() / math.sqrt(2 * math.pi), _shares(edges)
         mean = -density.diff() / share
         # Derivatives of the mean in its edges, halved: an edge moves half as far as a level beside it; two do not move.
@@ -57,8 +54,7 @@ _LEVELS = [torch.zeros(1, dtype=torch.float64, device="cpu"), *(torch.cat((-x.fl
 
 def _distortion(upper: Tensor) -> float:
     """Mean square error of levels that are means of what they stand for, by their upper half."""
-    edges = pad(_middles(upper), (1, 1))
-    edges[-1] = math.inf
+    edges = pad(pad(_middles(upper), (1, 0)), (0, 1), value=math.inf)
     return 1 - 2 * float(_shares(edges) @ upper.square())
 
 
@@ -84,33 +80,18 @@ COMPILED_SIZES = (_REACH, _STEPS_OF_ONE, _ROW)
 
 
 def table(like: Tensor) -> Tensor:
-    """Levels of 0, 1, … 8 bits one after the other, (511,): those of b bits begin at 2^b - 1.
-
-    Example:
-        >>> [round(x, 4) for x in table(torch.zeros(1))[3:7].tolist()]  # 2 bits
-        [-1.5104, -0.4528, 0.4528, 1.5104]
-    """
+    """Levels of 0, 1, … 8 bits one after the other, (511,): those of b bits begin at 2^b - 1."""
     return _TABLE.to(like)
 
 
 def near_levels(x: Tensor, bits: Tensor) -> Tensor:
-    """A level next to each number, of bits that broadcast, float32: the nearest to within 1/256, and faster than it.
-
-    Example:
-        >>> [round(x, 4) for x in near_levels(torch.tensor([-9.0, 0.3, 1.2]), torch.tensor(2)).tolist()]
-        [-1.5104, 0.4528, 1.5104]
-    """
+    """A level next to each number, of bits that broadcast, float32: the nearest to within 1/256, and faster than it."""
     place = _listed(x, bits)
     return _NEAREST.to(x.device).index_select(0, place.flatten()).view(place.shape)
 
 
 def level_numbers(x: Tensor, bits: Tensor) -> Tensor:
-    """The number of the nearest level, from 0 on, int32, of bits that broadcast; of two as near the lower.
-
-    Example:
-        >>> level_numbers(torch.tensor([-9.0, 0.3, 1.2]), torch.tensor(2)).tolist()
-        [0, 2, 3]
-    """
+    """The number of the nearest level, from 0 on, int32, of bits that broadcast; of two as near the lower."""
     place, edges = _listed(x, bits), _EDGES.to(x).flatten()
     number = _NUMBERS.to(x.device).flatten().index_select(0, place.flatten()).view(place.shape)
     below = (number + bits.int() * _ROW).flatten()

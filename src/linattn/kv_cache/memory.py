@@ -26,11 +26,14 @@ from linattn.softmax.weighted import Reading, read
 # Times the tokens of the first frames of which they are taken once more: what the first are of says less of a text.
 _AGAIN = 3
 
+Held = Tokens | CodedTokens
+"""Tokens in numbers, or in codes."""
+
 
 class Tier(NamedTuple):
     """Tokens, each for itself or weighted."""
 
-    held: Tokens | CodedTokens
+    held: Held
     followed: Tokens | None = None  # what codes stand for, relative to their frames, where gradients follow it
     in_compiled_code: bool = False  # whether codes are written and read there
 
@@ -99,7 +102,7 @@ class Tier(NamedTuple):
     def _appended(self, tokens: Tokens, sample: QuerySample, size: TierSize) -> Self:
         """With codes of more tokens, in the frames of heads that have some."""
         assert isinstance(self.held, CodedTokens)
-        frames, is_there = self.held.frames, self.held.is_there
+        frames, is_there = self.held.frames, (self.held.bias != -torch.inf).any(-1)
         # Heads without a token, as of a row that is padding so far, begin frames of their own.
         if not has_values(is_there) or not bool(is_there.all()):
             frames = frames.where(is_there, Frames.of(tokens, size.both_bits, sample.power))
@@ -133,14 +136,7 @@ class Memory(NamedTuple):
     merged: Tier
 
     @classmethod
-    def of(
-        cls,
-        sinks: Tokens,
-        coded: tuple[Tokens | CodedTokens, ...],
-        merged: Tokens | CodedTokens,
-        *,
-        in_compiled_code: bool = False,
-    ) -> Self:
+    def of(cls, sinks: Tokens, coded: tuple[Held, ...], merged: Held, *, in_compiled_code: bool = False) -> Self:
         """Of what a stream keeps."""
         *tiers, last = (Tier(held, None, in_compiled_code) for held in (*coded, merged))
         return cls(sinks, tuple(tiers), last)

@@ -19,28 +19,16 @@ _FARTHEST = 1e15
 _HEADS_CHUNK, _CHUNK = 2**22, 2**19
 
 
-class Centres(NamedTuple):
-    """Clusters by their centres (N, C, P) and masses (N, C), 0 where there is none."""
-
-    point: Tensor
-    mass: Tensor
-
-
 def partition(point: Tensor, log_mass: Tensor, num_clusters: int, num_rounds: int) -> Tensor:
-    """Put keys (..., n, P) of masses (..., n) into at most so many clusters, the cheapest first; O(n²·P) time.
-
-        cost = m₁m₂/(m₁ + m₂) · |x₁ - x₂|²,   x₂ the nearest of all that are heavier than x₁
-
-    In each round those that cost least join the heavier one nearest to them, and it what it joins; a cluster stands at
-    the mean of its members by their masses. Every round but the last takes away half of what is too much: clusters go
-    together for less than what dear keys cost. Returns the number of each key's cluster: num_clusters for absent keys,
-    of log mass -inf, its place where there are no more keys than that. How much is computed depends on shapes alone.
-
-    Source: Ward 1963 (doi 10.1080/01621459.1963.10500845) for the cost.
-    """
+    """Put keys (..., n, P) of masses (..., n) into at most so many clusters, the cheapest first; O(n²·P) time."""
+    # cost = m₁m₂/(m₁ + m₂) · |x₁ - x₂|², x₂ the nearest of all heavier than x₁: Ward 1963, doi
+    # 10.1080/01621459.1963.10500845. In each round those that cost least join the heavier one nearest to them, and it
+    # what it joins; a cluster stands at the mean of its members by their masses. Every round but the last takes away
+    # half of what is too much: clusters go together for less than what dear keys cost. Absent keys, of log mass -inf,
+    # have the number num_clusters; of no more keys than that each has its place. Work depends on shapes alone.
     shape, size = log_mass.shape, max(_HEADS_CHUNK // max(log_mass.shape[-1] ** 2, 1), 1)
     pairs = zip(point.flatten(0, -3).split(size), log_mass.flatten(0, -2).split(size), strict=True)
-    parts = [_merged_down(Centres(finite(x), relative(logs)), num_clusters, num_rounds) for x, logs in pairs]
+    parts = [_merged_down(finite(x), relative(logs), num_clusters, num_rounds) for x, logs in pairs]
     return torch.cat(parts).view(shape)
 
 
@@ -79,31 +67,33 @@ def relative(logs: Tensor) -> Tensor:
     return mass.masked_fill(logs == -torch.inf, 0)
 
 
-def _merged_down(clusters: Centres, num_clusters: int, num_rounds: int) -> Tensor:
-    """All rounds: the number (N, n) of each key's cluster."""
-    num_keys, absent = clusters.mass.shape[1], clusters.mass == 0
+def _merged_down(point: Tensor, mass: Tensor, num_clusters: int, num_rounds: int) -> Tensor:
+    """All rounds: the number (N, n) of each key's cluster, of keys (N, n, P) and masses (N, n), 0 for absent ones."""
+    num_keys, absent = mass.shape[1], mass == 0
     number = torch.arange(num_keys, device=absent.device).expand(absent.shape)
     for left in reversed(range(num_rounds)):
-        excess = clusters.mass.shape[1] - num_clusters
+        excess = mass.shape[1] - num_clusters
         if excess <= 0:
             break
         room = num_clusters + (excess // 2 if left else 0)
-        joined = _round(clusters, num_clusters, room, bool(left))
+        joined = _round(point, mass, num_clusters, room, bool(left))
         # One place more, for those that are gone.
         gone = joined.new_full((*joined.shape[:1], 1), room)
         number = torch.cat((joined, gone), -1).gather(-1, number)
         if left:
-            clusters = centres(clusters.point, clusters.mass, joined, room)
+            total = sums(mass.unsqueeze(-1), joined, room)
+            point = weighted_sums(point, mass, joined, room) / torch.where(total == 0, 1, total)
+            mass = total.squeeze(-1)
     return torch.where(absent, num_clusters, number)
 
 
-def _round(clusters: Centres, num_clusters: int, room: int, by_half: bool) -> Tensor:
+def _round(point: Tensor, mass: Tensor, num_clusters: int, room: int, by_half: bool) -> Tensor:
     """One round that leaves no more than `room` clusters: the new number (N, n) of each, in the order of those left."""
-    order = clusters.mass.argsort(dim=-1, descending=True, stable=True)
-    mass = clusters.mass.gather(-1, order)
+    order = mass.argsort(dim=-1, descending=True, stable=True)
+    mass = mass.gather(-1, order)
     first = torch.arange(len(order), device=order.device).unsqueeze(-1) * order.shape[1]
     # By rows, which is several times as fast as by numbers.
-    point = clusters.point.flatten(0, 1).index_select(0, (order + first).flatten()).view(clusters.point.shape)
+    point = point.flatten(0, 1).index_select(0, (order + first).flatten()).view(point.shape)
     number, there = torch.arange(mass.shape[1], device=mass.device), mass > 0
     # A matter of each head's own number of clusters, whatever is absent beside them.
     excess = (there.sum(-1, keepdim=True) - num_clusters).clamp(min=0)
@@ -136,13 +126,6 @@ def _nearest_before(point: Tensor) -> tuple[Tensor, Tensor]:
         minima.append(distance.min(-1))
     least, nearest = (torch.cat(parts, 1) for parts in zip(*minima, strict=True))
     return (least + square).clamp(min=0), nearest
-
-
-def centres(point: Tensor, mass: Tensor, number: Tensor, num_clusters: int) -> Centres:
-    """The clusters' means by mass, of points (N, n, P) by number (N, n)."""
-    total = sums(mass.unsqueeze(-1), number, num_clusters)
-    mean = weighted_sums(point, mass, number, num_clusters) / torch.where(total == 0, 1, total)
-    return Centres(mean, total.squeeze(-1))
 
 
 def weighted_sums(x: Tensor, weight: Tensor, number: Tensor, num_clusters: int) -> Tensor:

@@ -1,7 +1,4 @@
-"""Refuse tensors of states that do not fit, which compiled code would trust; letters as in kv_cache/__init__.py.
-
-Shapes, dtypes and devices alone are compared, since every token of a stream passes here.
-"""
+"""Refuse states of unfit shapes, dtypes or devices, all that is compared; letters as in kv_cache/__init__.py."""
 
 from __future__ import annotations
 

@@ -115,10 +115,8 @@ def _left(bias: Tensor, number: Tensor, share: Tensor, window: int) -> Tensor:
     (heads, size), num_blocks = bias.shape, -(-number.shape[1] // window)
     place = number * num_blocks + torch.arange(number.shape[1], device=number.device) // window
     none = bias.detach().new_zeros(heads, (size + 1) * num_blocks)
-    sums = (
-        none.scatter_add(1, place, x)[:, : size * num_blocks]
-        for x in (share.detach(), torch.ones_like(none[:, :1]).expand(place.shape))
-    )
+    added = share.detach(), torch.ones_like(none[:, :1]).expand(place.shape)
+    sums = (none.scatter_add(1, place, x)[:, : size * num_blocks] for x in added)
     share_sums, count = (x.unflatten(1, (size, num_blocks)) for x in sums)
     gone, around = (torch.nn.functional.pad(x, (1, 1)).unfold(2, 3, 1).sum(-1) for x in (share_sums, count))
     faint = (1 - gone < torch.finfo(share.dtype).eps ** 0.5) | (around == count.sum(-1, keepdim=True))
@@ -154,5 +152,4 @@ def _rows(x: Tensor, query: Tensor, num_blocks: int) -> Tensor:
     """Rows of blocks (B·H·n, G·w, …) as those of the query (B, H, G, L, …)."""
     batch, heads, groups, length = query.shape[:4]
     blocks = x.unflatten(0, (batch, heads, num_blocks)).unflatten(3, (groups, -1))
-    rows: Tensor = blocks.transpose(2, 3).flatten(3, 4)[:, :, :, :length]
-    return rows
+    return torch.flatten(blocks.transpose(2, 3), 3, 4)[:, :, :, :length]
