@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -110,12 +110,6 @@ def generate(
     from linattn.cli.generation import generation
     from linattn.cli.keeping import Keeping
 
-    generation(
-        model,
-        prompt_file or prompt or "",
-        num_tokens=length,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        keeping=None if budget is None else Keeping(budget, bits, recall, plan, measure),
-    )
+    keeping = None if budget is None else Keeping(budget, bits, recall, plan, measure)
+    sampling: Any = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    generation(model, prompt_file or prompt or "", num_tokens=length, **sampling, keeping=keeping)

@@ -16,17 +16,8 @@ from torch import Tensor
 
 from linattn.cli.keeping import Keeping, divergence_in_words, kept_in_words, last_predictions
 from linattn.cli.terminal import ending, of_option, share_bar
-from linattn.hf import (
-    BoundedCache,
-    Cache,
-    LoadedModel,
-    PreTrainedModel,
-    cache_bytes,
-    load_language_model,
-    new_cache,
-    stream_tokens,
-)
-from linattn.hf.streaming import IncrementalDecoder, end_tokens
+from linattn.hf import BoundedCache, Cache, LoadedModel, PreTrainedModel, cache_bytes
+from linattn.hf.streaming import IncrementalDecoder, end_tokens, load_language_model, new_cache, stream_tokens
 
 
 def generation(

@@ -28,11 +28,8 @@ _FEWER, _MORE = 4, 8
 def stage_table(conversion: Conversion) -> Table:
     """The whole model at every stage, below both baselines."""
     stages = conversion.stages
-    measured = {
-        name: words
-        for name, words in _MEASURES.items()
-        if any(getattr(stage.agreement, name) is not None for stage in stages)
-    }
+    names = [name for name in _MEASURES if any(getattr(stage.agreement, name) is not None for stage in stages)]
+    measured = {name: _MEASURES[name] for name in names}
     # The original model's perplexity is a figure of its own, of every stage the same.
     perplexity = stages[-1].agreement.exact_perplexity
     rows = [("exact attention", *(_number(perplexity if exact is None else exact) for _, exact in measured.values()))]

@@ -17,18 +17,9 @@ from linattn.convert.speed import Paying, Speed, count_numbers, is_faster, measu
 from linattn.convert.stages import BASELINE, Measured, Stage, best, measure, measure_uniform
 from linattn.convert.transfer import build_maps, fit_maps, transfer
 from linattn.feature_maps import FeatureMap, FittedMap
-from linattn.hf import (
-    AttentionCall,
-    LayerAttention,
-    Linearization,
-    PreTrainedModel,
-    capture,
-    is_linearized,
-    linearize_,
-    restore_,
-)
+from linattn.hf import AttentionCall, LayerAttention, PreTrainedModel, capture
 from linattn.hf.layer_attention import ATTRIBUTE, attention_of
-from linattn.hf.linearization import choose_layers
+from linattn.hf.linearization import Linearization, choose_layers, is_linearized, linearize_, restore_
 from linattn.methods.method import Method, together
 from linattn.processes import Processes
 from linattn.training import Notify, Trained, Training, WorkFolder, train
@@ -143,13 +134,8 @@ class Course:
         measurable = not (fitted and is_causal)
         if not measurable:
             fit_maps(maps, self._layers, self._teacher, calibration)
-        following = iter(maps)
-        linearization = linearize_(
-            self._model,
-            lambda head_dim: next(following),
-            layers=config.layers,
-            window=[method.window for method in methods],
-        )
+        following, windows = iter(maps), [method.window for method in methods]
+        linearization = linearize_(self._model, lambda _: next(following), layers=config.layers, window=windows)
         if config.feature_map is None:
             self._check_pays(calls)
         self._begin()
@@ -180,35 +166,23 @@ class Course:
         learning = [(feature_map, layer) for feature_map, layer in pairs if any(True for _ in feature_map.parameters())]
         seconds = config.minutes * 60
         transferring = seconds * (_TRANSFER_SHARE if config.distil else 1) * bool(learning)
-        transferred = transferring and self._run(
-            transfer(
-                self._model,
-                [feature_map for feature_map, _ in learning],
-                [layer for _, layer in learning],
-                self._teacher,
-                self._samples,
-                seconds=transferring,
-                learning_rate=config.map_learning_rate,
-            )
-        )
+        learned = [feature_map for feature_map, _ in learning], [layer for _, layer in learning]
+        data = self._teacher, self._samples
+        training = transfer(self._model, *learned, *data, seconds=transferring, learning_rate=config.map_learning_rate)
+        transferred = transferring and self._run(training)
         if fitted or transferred:
             self._audit("calibrated")
         if config.distil and seconds and not self._stopped:
-            rank, rate = config.adapter_rank, config.learning_rate
+            rank = config.adapter_rank
+            rate = config.learning_rate if rank is None else config.learning_rate * ADAPTER_RATE
+            map_rate = config.map_learning_rate * _DISTILLED_MAP_RATE
             attentions = [layer.module_name for layer in self._layers]
             whole = nullcontext(list(self._model.parameters()))
             with whole if rank is None else adapted(self._model, attentions, rank, config.seed) as parameters:
-                distilled = self._run(
-                    distil(
-                        self._model,
-                        (parameters, rate if rank is None else rate * ADAPTER_RATE),
-                        maps,
-                        self._teacher,
-                        self._samples,
-                        seconds=seconds - transferring,
-                        map_learning_rate=config.map_learning_rate * _DISTILLED_MAP_RATE,
-                    )
-                )
+                weights = parameters, rate
+                left = seconds - transferring
+                training = distil(self._model, weights, maps, *data, seconds=left, map_learning_rate=map_rate)
+                distilled = self._run(training)
             if distilled:
                 self._audit("converted")
 

@@ -99,14 +99,9 @@ def distillation(
     divergence: Tensor | None = None,
     mean: Mean = itself,
 ) -> Tensor:
-    """The loss of end-to-end distillation, of the states (B, L, E) after every layer and the predictions, if any.
-
-        ½ ε(last layer) + ½ mean of ε over the layers  [+ divergence],   ε = `squared_relative_error`
-
-    The layers before the last give every layer a target; the last alone takes several times as many steps.
-
-    Source: Jiao et al. 2020 (arXiv 1909.10351), sections 3.1 and 3.2, states only.
-    """
+    """½ ε(last layer) + ½ mean of ε over the layers [+ divergence], ε the squared error of states (B, L, E)."""
+    # The layers before the last give every layer a target; the last alone takes several times as many steps.
+    # Jiao et al. 2020 (arXiv 1909.10351), sections 3.1 and 3.2, states only.
     pairs = zip(student, teacher, strict=True)
     errors = torch.stack([squared_relative_error(ours, theirs, live, mean) for ours, theirs in pairs])
     loss = (errors[-1] + errors.mean()) / 2
@@ -121,12 +116,9 @@ def teacher_outputs(teacher: nn.Module, batch: Batch) -> Outputs:
 
 @contextmanager
 def adapted(model: PreTrainedModel, attentions: Sequence[str], rank: int, seed: int) -> Iterator[list[nn.Parameter]]:
-    """Train a model's projections by low-rank adapters, while the block runs; then they are part of the weights.
-
-        W + 2·B·A,   A (r, in) drawn from the seed, B (out, r) zero at first
-
-    Source: Hu et al. 2022 (arXiv 2106.09685); Schulman et al. 2025, "LoRA Without Regret", for all projections.
-    """
+    """Train a model's projections by low-rank adapters, while the block runs; then they are part of the weights."""
+    # W + 2·B·A, A (r, in) drawn from the seed, B (out, r) zero at first: Hu et al. 2022 (arXiv 2106.09685); all
+    # projections, as Schulman et al. 2025, "LoRA Without Regret".
     # Only here: of conversions alone those with adapters need it.
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel

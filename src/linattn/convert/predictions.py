@@ -71,15 +71,10 @@ def token_divergence(
 def sampled_divergence(
     student: Predictions, teacher: Predictions, draw: torch.Generator, mean: Mean = itself
 ) -> Tensor:
-    """An estimate of `token_divergence` from m of its tokens, in O(m·V·E) time; itself for m or fewer tokens.
-
-        1/(m·n) Σ_t KL_t / p_t,    t drawn m times, p_t in proportion to ‖ŷ_t - y_t‖ of the states predicted from
-
-    Its mean is the divergence, and that of its gradient the gradient. Tokens predicted from alike have neither;
-    elsewhere the gradient of KL_t grows as ‖ŷ_t - y_t‖ does, so that the draws are worth about the same.
-
-    Source: Owen 2013, "Monte Carlo theory, methods and examples", section 9.1, for importance sampling.
-    """
+    """An estimate of `token_divergence` from m of its tokens, in O(m·V·E) time; itself for m or fewer tokens."""
+    # 1/(m·n) Σ_t KL_t / p_t, t drawn m times, p_t in proportion to ‖ŷ_t - y_t‖ of the states predicted from. Its mean
+    # is the divergence, and that of its gradient the gradient; that of KL_t grows as ‖ŷ_t - y_t‖ does, so that the
+    # draws are worth about the same (importance sampling: Owen 2013, "Monte Carlo theory, methods and examples", 9.1).
     number, size = len(student.states), student.sample_size()
     if number <= size:
         return token_divergence(student, teacher, mean=mean)

@@ -25,11 +25,9 @@ class Outputs(NamedTuple):
 
 
 def run(model: nn.Module, batch: Batch) -> Outputs:
-    """One forward pass on the model's device, without a cache; tokens that the attention mask leaves out are padding.
-
-    Logits that a linear head makes of the last states are not made here: those of a text and a large vocabulary are
-    larger than many a model. Where a model does more with them, it makes them all, in a second pass.
-    """
+    """One forward pass on the model's device, without a cache; tokens that the attention mask hides are padding."""
+    # Logits that a linear head makes of the last states are not made here: those of a text and a large vocabulary are
+    # larger than many a model. Where a model does more with them, it makes them all, in a second pass.
     batch = to_device(batch, next((weight.device for weight in model.parameters()), torch.device("cpu")))
     names = inspect.signature(model.forward).parameters
     # Without the first option a decoder would cache every layer's keys, which training does not read.

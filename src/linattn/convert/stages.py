@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -123,11 +123,7 @@ def measure(
 
 
 def measure_uniform(
-    model: PreTrainedModel,
-    batches: Sequence[Batch],
-    exact: Exact,
-    layers: Collection[str],
-    measured: Measured = in_silence,
+    model: PreTrainedModel, batches: Sequence[Batch], exact: Exact, layers: set[str], measured: Measured = in_silence
 ) -> Stage:
     """The original model with these layers, by module name, averaging their values: the baseline of a conversion."""
 
@@ -197,9 +193,8 @@ def _recorded(model: nn.Module) -> Iterator[Errors]:
     """Record each kernel's errors while the block runs."""
     errors: Errors = {}
 
-    def compare(kernel: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any], out: Tensor) -> None:
+    def compare(kernel: LayerAttention, args: tuple[Tensor, ...], options: dict[str, Any], out: Tensor) -> None:
         """Forward hook: the same call answered exactly and uniformly."""
-        assert isinstance(kernel, LayerAttention)
         errors.setdefault(kernel.module_name, []).append(_errors(*args, out=out, **options))
 
     with ExitStack() as hooks:

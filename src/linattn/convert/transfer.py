@@ -85,10 +85,8 @@ def transfer(
     seconds: float,
     learning_rate: float,
 ) -> Training:
-    """The training of all layers' maps at once, each on its own layer's queries and keys in the original model.
-
-    Source: Zhang et al. 2024 (arXiv 2402.04347), section 3.
-    """
+    """The training of all layers' maps at once, each on its own layer's queries and keys in the original model."""
+    # Zhang et al. 2024 (arXiv 2402.04347), section 3.
     processes = Processes.of_this_run()
 
     @cache

@@ -22,11 +22,9 @@ def exact_state_numbers(num_tokens: int, *, head_dim: int, value_dim: int) -> in
 def seconds(
     contenders: Mapping[str, Callable[[], object]], *, repeats: int, rehearse: bool = False
 ) -> dict[str, list[float]]:
-    """Wall-clock seconds of each contender after a warm-up, interleaved: a machine that grows busier is slower for all.
-
-    On an accelerator a call must wait for its own result. `rehearse` calls each once, untimed, before every timed call:
-    for contenders that hand gigabytes back to the system, which the next one's time would include.
-    """
+    """Wall-clock seconds of each contender after a warm-up, interleaved: a busier machine is slower for all."""
+    # On an accelerator a call must wait for its own result. To rehearse is to call each once, untimed, before every
+    # timed call: for contenders that hand gigabytes back to the system, which the next one's time would include.
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     for run in contenders.values():

@@ -56,11 +56,9 @@ class Reading:
         raise ValueError(f"{self.place}: {words}; {self.remedy}") from None
 
     def record(self, kind: type[T], values: Any) -> T:
-        """The record of a dataclass or NamedTuple from what JSON held, records within it included, all checked.
-
-        A field may be `Annotated` with bounds; one of type Any is taken as it is; one with a default may be missing, as
-        in files of earlier versions.
-        """
+        """The record of a dataclass or NamedTuple from what JSON held, records within it included, all checked."""
+        # A field may be `Annotated` with bounds; one of type Any is taken as it is; one with a default may be missing,
+        # as in files of earlier versions.
         try:
             # From JSON, where a list may be a tuple and an object a record, and nothing else is converted.
             (record,) = _validator(cast(type, kind), self.finite).validate_json(json.dumps([values]))

@@ -32,14 +32,11 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer, best: Mapping[str, 
     # First, for it shards again what the last pass has gathered.
     weights = model.state_dict()
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    moments = ((names[weight], what, x) for weight, state in optimizer.state.items() for what, x in state.items())
     return {
         **{f"{_MODEL}{name}": x for name, x in weights.items()},
         **{f"{_BEST}{name}": x for name, x in best.items()},
-        **{
-            f"{_OPTIMIZER}{names[parameter]}.{what}": x
-            for parameter, moments in optimizer.state.items()
-            for what, x in moments.items()
-        },
+        **{f"{_OPTIMIZER}{name}.{what}": x for name, what, x in moments},
         _RANDOM: torch.get_rng_state(),
     }
 
