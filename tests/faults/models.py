@@ -36,7 +36,7 @@ FAULTS = (
     Fault(
         "keep every row of a cache of states",
         "hf/_cache_layers.py",
-        "self.state.select(rows.to(_first(self.state).device))",
+        "self.state.select(rows.to(pytree.tree_leaves(self.state)[0].device))",
         "self.state",
         "tests/hf/test_state_cache.py",
     ),

@@ -1,7 +1,8 @@
 """The one room that knows transformers: load a model, read its attention calls, answer them differently.
 
 `capture` and `intercept` read a model and leave it as it was; `linearize_` replaces its softmax attention, `restore_`
-undoes that.
+undoes that. Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), n of them seen so far, N of all
+samples, D head width, Dv value width, E width of a model, V vocabulary.
 """
 
 from importlib.util import find_spec

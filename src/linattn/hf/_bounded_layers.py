@@ -1,7 +1,4 @@
-"""A bounded layer of a cache: it hands itself along with the keys that it returns, and then attends to what it keeps.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens, D head width, Dv value width.
-"""
+"""A bounded layer of a cache, handed along with the keys that it returns; letters as in hf/__init__.py."""
 
 from __future__ import annotations
 
@@ -13,13 +10,8 @@ from torch import Tensor
 from linattn.hf._cache_layers import Kernel, RecordingLayer
 from linattn.hf._calls import InterfaceCall
 from linattn.hf.layer_attention import ATTRIBUTE, rescale_query
-from linattn.kv_cache import (
-    MergedAttended,
-    MergedKV,
-    MergedState,
-    merged_attention_with_state,
-    merged_partial_with_state,
-)
+from linattn.kv_cache import MergedKV, MergedState
+from linattn.kv_cache.functional import MergedAttended, merged_attention_with_state, merged_partial_with_state
 
 
 class HandedKeys(Tensor):

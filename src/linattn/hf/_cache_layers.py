@@ -1,7 +1,4 @@
-"""Bases of caches whose layers hold one immutable state each: which tokens it has seen, and the last ones taken back.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens, n tokens, D head width, Dv value width.
-"""
+"""Bases of caches whose layers hold one immutable state each, and take tokens back; letters as in hf/__init__.py."""
 
 from __future__ import annotations
 
@@ -69,7 +66,7 @@ class StatefulLayer(CacheLayerMixin, Generic[S]):
         """Keep the given rows of the batch: numbers, or a mask."""
         if self.state is not None:
             rows = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
-            self.state = self.state.select(rows.to(_first(self.state).device))
+            self.state = self.state.select(rows.to(pytree.tree_leaves(self.state)[0].device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
@@ -77,8 +74,7 @@ class StatefulLayer(CacheLayerMixin, Generic[S]):
             # Tensors may be those of groups of rows.
             first = pytree.tree_leaves(self.state, is_leaf=lambda part: isinstance(part, RowGroups))[0]
             size = sum(map(len, first.rows)) if isinstance(first, RowGroups) else len(first)
-            rows = torch.arange(size, device=_first(self.state).device)
-            self.state = self.state.select(rows.repeat_interleave(repeats))
+            StatefulLayer.batch_select_indices(self, torch.arange(size).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: a sum does not say what it was before."""
@@ -322,11 +318,6 @@ def cache_bytes(cache: Cache) -> int:
         192
     """
     return sum(x.nbytes for x in pytree.tree_leaves([vars(layer) for layer in cache.layers]) if isinstance(x, Tensor))
-
-
-def _first(state: Any) -> Any:
-    """One of a state's tensors."""
-    return pytree.tree_leaves(state)[0]
 
 
 def _alike(mask: Tensor | None, other: Tensor | None, num_tokens: int) -> bool:

@@ -1,7 +1,4 @@
-"""One call of transformers' attention interface and its mask: read, answered by another function, or refused by name.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
-"""
+"""A call of transformers' attention interface and its mask, answered or refused; letters as in hf/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which attention layers of a model are replaced, or bounded by a cache, and why the others keep their softmax.
-
-Merged keys take the softmax's place in layers without causality; a decoder's are those of a bounded cache.
-"""
+"""Which attention layers of a model are replaced, or bounded by a cache, and why the others keep their softmax."""
 
 from __future__ import annotations
 

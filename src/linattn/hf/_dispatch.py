@@ -1,7 +1,4 @@
-"""How a linearized model attends: by what is installed in a module, else as before; `generate` keeps states.
-
-Letters: B batch, H query heads, L tokens (Lq, Lk), Dv value width.
-"""
+"""How a linearized model attends: by what a module has installed, else as before; letters as in hf/__init__.py."""
 
 from __future__ import annotations
 

@@ -119,11 +119,8 @@ class _MapRecord:
         if self.num_merged or self.merged is not None:
             if self.feature_map is not None:
                 raise ValueError("there are a feature_map and merged keys, of which one takes the keys")
-            merged = (
-                MergedKV(self.window, self.num_merged, self.bits, num_sinks=0)
-                if self.merged is None
-                else MergedKV.parse(self.merged)
-            )
+            merged = None if self.merged is None else MergedKV.parse(self.merged)
+            merged = merged or MergedKV(self.window, self.num_merged, self.bits, num_sinks=0)
             _check_counts(window=merged.window, num_merged=merged.num_merged)
             return LayerAttention(merged, module_name)
         if self.feature_map is None:

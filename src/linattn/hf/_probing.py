@@ -1,7 +1,4 @@
-"""Probe what each attention module of a model asks its attention function for, by passes of a few tokens.
-
-Letters: B batch, H query heads, L tokens (Lq, Lk), D head width, C channels.
-"""
+"""Probe what attention modules ask for, by passes of a few tokens; letters as in hf/__init__.py."""
 
 from __future__ import annotations
 
@@ -34,6 +31,7 @@ _TOKENS, _TARGETS = 6, 4
 _KINDS = ("token_type_ids", "mm_token_type_ids")
 
 Inputs = dict[str, Any]
+Example = Mapping[str, Any] | None
 # Held with their tensors, so that no other tensor takes the place of a key in memory.
 Calls = dict[nn.Module, list[InterfaceCall]]
 
@@ -136,16 +134,9 @@ class Probe:
 
 
 def probe(
-    model: PreTrainedModel,
-    example: Mapping[str, Any] | None = None,
-    sample: Mapping[str, Any] | None = None,
-    *,
-    has_pictures: bool = True,
+    model: PreTrainedModel, example: Example = None, sample: Example = None, *, has_pictures: bool = True
 ) -> Probe:
-    """Record the attention calls of passes of a few tokens, answered as the model itself does; nothing is changed.
-
-    Of a model that reads pictures too some tokens are said to be of one, or none are.
-    """
+    """Record the attention calls of passes of a few tokens, answered as the model itself does; nothing is changed."""
     upcasts = any(getattr(module, "reorder_and_upcast_attn", False) for module in model.modules())
     if upcasts and model.config._attn_implementation == "eager":
         raise ValueError(
@@ -266,7 +257,7 @@ def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
 
 
 def example_inputs(model: PreTrainedModel, *, has_pictures: bool = True) -> Iterator[Inputs]:
-    """Inputs of two rows that a model may run on, likeliest first."""
+    """Inputs of two rows that a model may run on, likeliest first; some tokens may be said to be of a picture."""
     arguments, main = inspect.signature(model.forward).parameters, model.main_input_name
     targets = {"decoder_input_ids": _tokens(model, _TARGETS)} if "decoder_input_ids" in arguments else {}
     pictures = [{"pixel_values": x} for x in _pictures(model)] if "pixel_values" in arguments else []

@@ -1,7 +1,4 @@
-"""A transformers cache that bounds what the layers of a model keep to a budget of bytes; the model is not modified.
-
-Letters: B batch, n tokens.
-"""
+"""A transformers cache that bounds what layers keep to a budget of bytes; letters as in hf/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Fit maps to the queries and keys that a softmax model has on samples, kept in memory that does not grow with them.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens, N kept tokens of all samples, D head width.
-"""
+"""Fit maps to queries and keys on samples, in memory that does not grow with them; letters as in hf/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Linearized models that are given a part of each sequence, the other parts being on other ranks.
-
-Letters: B batch, L tokens of this rank.
-"""
+"""Linearized models given a part of each sequence, the rest being on other ranks; letters as in hf/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Route every attention call of a transformers model to a function, or record them all.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
-"""
+"""Route every attention call of a transformers model to a function, or record them; letters as in hf/__init__.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`LinearLM` as a model of transformers: saved, loaded, trained and generated with as any other.
-
-Letters: B batch, L tokens, E width, V vocabulary.
-"""
+"""`LinearLM` as a model of transformers, saved and trained as any other; letters as in hf/__init__.py."""
 
 from __future__ import annotations
 

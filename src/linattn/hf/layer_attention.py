@@ -1,7 +1,4 @@
-"""Attention in the place of one layer's softmax: a feature map, or, in an encoder, merged keys.
-
-Letters: B batch, H query heads, Hkv key/value heads, L tokens (Lq, Lk), D head width, Dv value width.
-"""
+"""Attention in the place of a layer's softmax: a map, or an encoder's merged keys; letters as in hf/__init__.py."""
 
 from __future__ import annotations
 

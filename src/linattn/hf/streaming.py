@@ -1,7 +1,4 @@
-"""New tokens of a language model one after another, for as long as somebody takes them, and their text.
-
-Letters: B batch, L tokens, V vocabulary.
-"""
+"""New tokens of a language model, for as long as somebody takes them, and their text; letters as in hf/__init__.py."""
 
 from __future__ import annotations
 
@@ -79,7 +76,8 @@ def stream_tokens(
     """
     _check(model, prompt, temperature, top_p)
     text = new_cache(model) if cache is None else cache
-    warp = _warpers(temperature, top_p)
+    warpers = [TemperatureLogitsWarper(float(temperature))] if temperature not in (0, 1) else []
+    warp = LogitsProcessorList([*warpers, *([TopPLogitsWarper(top_p)] if top_p < 1 else [])])
 
     def tokens() -> Iterator[Tensor]:
         """The draws, none before the first is asked for."""
@@ -90,7 +88,7 @@ def stream_tokens(
             if notify is not None:
                 notify(num_read)
         while True:
-            token = _draw(logits, warp, generator)
+            token = logits.argmax(-1, keepdim=True) if temperature == 0 else _draw(logits, warp, generator)
             yield token
             logits = _step(model, token, text)
 
@@ -104,18 +102,8 @@ def _step(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
     return logits[:, -1].float()
 
 
-def _warpers(temperature: float, top_p: float) -> LogitsProcessorList | None:
-    """Processors of logits before a draw: temperature, then top-p; None for no draw."""
-    if temperature == 0:
-        return None
-    warpers = [TemperatureLogitsWarper(float(temperature))] if temperature != 1 else []
-    return LogitsProcessorList([*warpers, *([TopPLogitsWarper(top_p)] if top_p < 1 else [])])
-
-
-def _draw(logits: Tensor, warp: LogitsProcessorList | None, generator: torch.Generator | None) -> Tensor:
+def _draw(logits: Tensor, warp: LogitsProcessorList, generator: torch.Generator | None) -> Tensor:
     """A token for each row, (B, 1)."""
-    if warp is None:
-        return logits.argmax(-1, keepdim=True)
     # No warper here reads the text; transformers annotates tensors by classes that none of them has.
     unread = cast(torch.LongTensor, logits.new_empty(0, dtype=torch.long))
     # A small temperature would make the largest logits infinite; 0 stays 0.
