@@ -37,28 +37,12 @@ from linattn.feature_maps.sderf import Sderf as Sderf
 from linattn.feature_maps.wrappers import Balanced as Balanced
 from linattn.feature_maps.wrappers import Centred as Centred
 
-FEATURE_MAPS: dict[str, type[FeatureMap]] = {
-    feature_map.__name__: feature_map
-    for feature_map in (
-        Exponential,
-        EluPlusOne,
-        Relu,
-        ElementwisePolynomial,
-        Identity,
-        Dpfp,
-        TensorPolynomial,
-        Taylor,
-        FavorPlus,
-        Hyperbolic,
-        Trigonometric,
-        Oprf,
-        Sderf,
-        RandomRelu,
-        Expansion,
-        LearnedExponential,
-        Hedgehog,
-    )
-}
+_KINDS = (
+    *(Exponential, EluPlusOne, Relu, ElementwisePolynomial, Identity, Dpfp, TensorPolynomial, Taylor),
+    *(FavorPlus, Hyperbolic, Trigonometric, Oprf, Sderf, RandomRelu),
+    *(Expansion, LearnedExponential, Hedgehog),
+)
+FEATURE_MAPS: dict[str, type[FeatureMap]] = {kind.__name__: kind for kind in _KINDS}
 """Every map that is built from a head width, by class name."""
 
 WRAPPERS: dict[str, type[Centred] | type[Balanced]] = {wrapper.__name__: wrapper for wrapper in (Centred, Balanced)}

@@ -38,7 +38,6 @@ class GroupedFeatureMap(FeatureMap):
         num_local: F.
     """
 
-    exponential = False
     num_groups: int
     num_local: int
 

@@ -148,10 +148,8 @@ def _balancing(query: Tensor, key: Tensor, ridge: float) -> Tensor:
     size = [moment.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None] for moment in (query, key)]
     identity = torch.eye(query.shape[-1], dtype=query.dtype, device=query.device)
     either = torch.where(size[0] > 0, query, torch.where(size[1] > 0, key, identity))
-    query, key = (
-        spectral(moment, lambda x: torch.maximum(x, ridge * x.amax(-1, keepdim=True)))
-        for moment in (either, torch.where(size[1] > 0, key, either))
-    )
+    moments = either, torch.where(size[1] > 0, key, either)
+    query, key = (spectral(y, lambda x: torch.maximum(x, ridge * x.amax(-1, keepdim=True))) for y in moments)
     # A # B = A^½ (A^-½ B A^-½)^½ A^½.
     inverse = spectral(query, torch.reciprocal)
     root, unroot = spectral(inverse, torch.sqrt), spectral(inverse, torch.rsqrt)
