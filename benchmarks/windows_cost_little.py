@@ -4,13 +4,14 @@ wide window than beside a narrow one.
 Texts: windows of 32 and 128 beside FavorPlus with 256 features and LearnedExponential with 64, bidirectional and
 causal, forward and with the backward pass, which reaches learned features too. By multiplications per token and head
 the window adds, bidirectional, 3·w·(D + Dv) to the map's 4·D·R, which it has read twice, and causally 2·w·(D + Dv).
-Tokens: 8 query heads on 8 and on 2 key heads, 256 features, through `linear_attention_with_state`, where a stream keeps
-the most keys, two blocks of the window but one: each step reads them and copies them into the new state. A text of ten
+Tokens: 8 query heads on 8 and on 2 key heads, 256 features, through `linear_attention_with_state`: two streams that go
+on token by token for a whole block of the wide window, so that each keeps one to two blocks of its own. A text of ten
 tokens costs the same beside any window. 8 heads, D = 64, float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -34,7 +35,7 @@ from measuring import (
 
 NARROW, WIDE = 64, 1_024
 TEXT, SHORTEST, LONGEST = 10, 16, 4_096
-VERIFIED_STEPS, STEPS, REPEATS = 4, 20, 30
+VERIFIED_STEPS, TEXTS, REPEATS = 4, 40, 15
 WINDOWS, LENGTHS = (32, 128), (16_384, 65_536)
 # More than two blocks of either window, no whole number of them; the reference holds every exponent.
 VERIFIED_LENGTH, VERIFIED_HEADS = 300, 2
@@ -45,25 +46,30 @@ def shared(inputs: list[Tensor], num_heads: int) -> list[Tensor]:
     return [inputs[0], *(x[:, :num_heads] for x in inputs[1:])]
 
 
-def stepped(window: int, num_heads: int, feature_map: FeatureMap) -> tuple[partial[object], float]:
-    """One token after two blocks but one, and the error of a few against all weights; refuses a wrong result."""
+def stepped(window: int, num_heads: int, feature_map: FeatureMap) -> tuple[Callable[[], object], float]:
+    """A stream's next token, and the error of a few after two blocks but one; refuses a wrong result."""
     begin, options = 2 * window - 1, {"window": window, "enable_gqa": True}
     inputs = shared(tokens(begin + VERIFIED_STEPS), num_heads)
     whole = linattn.linear_attention(
         *(x.double() for x in inputs), feature_map, is_causal=True, backend="reference", **options
     )
     attend = partial(linattn.linear_attention_with_state, feature_map=feature_map, **options)
-    kept = state = attend(*(x[:, :, :begin] for x in inputs)).state
+    state = attend(*(x[:, :, :begin] for x in inputs)).state
     outs = []
     for place in range(begin, begin + VERIFIED_STEPS):
         out, state = attend(*(x[:, :, place : place + 1] for x in inputs), state=state)
         outs.append(out)
     error = relative_error(torch.cat(outs, 2), whole[:, :, begin:])
     require(f"steps beside a window of {window}", error, 1e-4)
-    return partial(attend, *(x[:, :, begin : begin + 1].contiguous() for x in inputs), state=kept), error
+    token, states = [x[:, :, begin : begin + 1].contiguous() for x in inputs], [state]
+
+    def step() -> None:
+        states[0] = attend(*token, state=states[0]).state
+
+    return step, error
 
 
-def short(window: int, feature_map: FeatureMap) -> tuple[partial[object], float]:
+def short(window: int, feature_map: FeatureMap) -> tuple[Callable[[], object], float]:
     """A short text, and its error against all weights; refuses a wrong result."""
     inputs, options = tokens(TEXT), {"is_causal": True, "window": window}
     attend = partial(linattn.linear_attention, *inputs, feature_map, **options)
@@ -118,22 +124,29 @@ def gradient_error(window: int | None, feature_map: FeatureMap, inputs: list[Ten
     return error
 
 
-def repeated(run: partial[object]) -> None:
-    """A few calls, so that one of them is no outlier."""
-    for _ in range(STEPS):
+def repeated(run: Callable[[], object], number: int) -> None:
+    """So many calls in a row."""
+    for _ in range(number):
         run()
 
 
-def compare(claim: str, bound: str, narrow: tuple[partial[object], float], wide: tuple[partial[object], float]) -> None:
-    """The ratio of what the wide window costs to what the narrow one does."""
-    contenders = {"narrow": partial(repeated, narrow[0]), "wide": partial(repeated, wide[0])}
+def compare(
+    claim: str,
+    bound: str,
+    narrow: tuple[Callable[[], object], float],
+    wide: tuple[Callable[[], object], float],
+    *,
+    number: int,
+) -> None:
+    """The ratio of what so many calls cost beside the wide window to what they do beside the narrow one."""
+    contenders = {"narrow": partial(repeated, narrow[0], number), "wide": partial(repeated, wide[0], number)}
     times = seconds(contenders, repeats=REPEATS)
     record(
         claim,
         figure=ratios(times["wide"], times["narrow"]),
         unit="×",
         bound=bound,
-        seconds={name: spread([x / STEPS for x in samples]) for name, samples in times.items()},
+        seconds={name: spread([x / number for x in samples]) for name, samples in times.items()},
         error=max(narrow[1], wide[1]),
     )
 
@@ -152,9 +165,9 @@ def main() -> None:
             claim = (
                 f"a token beside a window of {WIDE:,} over one beside {NARROW}, {HEADS} heads on {num_heads} of keys"
             )
-            compare(claim, "<= 1.3", narrow, wide)
+            compare(claim, "<= 1.3", narrow, wide, number=WIDE)
         narrow, wide = (short(window, feature_map) for window in (SHORTEST, LONGEST))
-        compare(f"{TEXT} tokens beside a window of {LONGEST:,} over {SHORTEST}", "<= 1.1", narrow, wide)
+        compare(f"{TEXT} tokens beside a window of {LONGEST:,} over {SHORTEST}", "<= 1.1", narrow, wide, number=TEXTS)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ FAULTS = (
     Fault(
         "believe a file that its merged keys were looked at",
         RESTORED,
-        "self.__dict__.update({field.name: state.get(field.name) for field in fields(record)})",
+        "self.__dict__.update({field.name: state.get(field.name) for field in fields(record) if field.repr})",
         "self.__dict__.update(state)",
         MERGED_LAWS,
     ),
@@ -90,7 +90,7 @@ FAULTS = (
     Fault(
         "believe a file that its state was looked at",
         RESTORED,
-        "self.__dict__.update({field.name: state.get(field.name) for field in fields(record)})",
+        "self.__dict__.update({field.name: state.get(field.name) for field in fields(record) if field.repr})",
         "self.__dict__.update(state)",
         LAWS,
     ),
@@ -153,5 +153,33 @@ FAULTS = (
         "t = t + column",
         "t = t.add_(column)",
         "tests/laws/test_causality.py",
+    ),
+    Fault(
+        "give two streams that part the same places for their keys",
+        "attention/window/keys.py",
+        "or not self.free.pop(self.stop, False)",
+        "or not self.free",
+        "tests/laws/test_window_room.py",
+    ),
+    Fault(
+        "write the places after a stream's keys into its file",
+        "attention/window/keys.py",
+        "if self.room is None else",
+        "if True else",
+        "tests/laws/test_window_room.py",
+    ),
+    Fault(
+        "take a room for keys from a file",
+        "softmax/tokens.py",
+        " for field in fields(record) if field.repr})",
+        " for field in fields(record)})",
+        "tests/laws/test_window_room.py",
+    ),
+    Fault(
+        "let later keys undo what a backward pass has saved",
+        "attention/window/keys.py",
+        "places.data[:, :, self.stop : stop] = x",
+        "places[:, :, self.stop : stop] = x",
+        "tests/laws/test_window_room.py",
     ),
 )

@@ -47,7 +47,8 @@ class Restored:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the fields that a file or a copy has; they are checked where the record is used."""
         record: Any = self
-        self.__dict__.update({field.name: state.get(field.name) for field in fields(record)})
+        # A field that its repr leaves out is none of its value.
+        self.__dict__.update({field.name: state.get(field.name) for field in fields(record) if field.repr})
 
     def known_to_fit(self, fits: Any) -> Self:
         """The record itself, whose tensors need no other look before tokens of this kind."""

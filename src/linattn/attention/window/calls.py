@@ -79,7 +79,8 @@ def attend_causal(call: Call, backend: Backend, before: Sums, keys: WindowKeys) 
     query, bias, recent, window = call.query, call.bias, keys.recent, keys.width
     key, value = inert(bias, call.key, call.value)
     biases = recent.bias.new_zeros(1, 1, key.shape[2]) if bias is None else bias
-    tokens = recent.then(Tokens(key, value, biases.expand(key.shape[:3])))
+    held = keys.then(Tokens(key, value, biases.expand(key.shape[:3])))
+    tokens = held.recent
     length = tokens.key.shape[2]
     leaving = max(-(-length // window) - 2, 0) * window
     # Without a bias the folds copy nothing.
@@ -88,10 +89,7 @@ def attend_causal(call: Call, backend: Backend, before: Sums, keys: WindowKeys) 
     local, left = near(seen, backend, window), tokens.cut(0, leaving)
     rest = call._replace(key=left.key, value=left.value, bias=None if is_plain else left.bias)
     distant, after = _map_rows(rest, backend, length - query.shape[3], before, window)
-    if leaving or not 0 < recent.bias.shape[2] < length:
-        # Copies: views would keep all keys of the call in memory.
-        tokens = Tokens(*(x.clone() for x in tokens.cut(leaving, length)))
-    return combine(local, distant), after, WindowKeys(tokens, window)
+    return combine(local, distant), after, held.without(leaving)
 
 
 def _map_rows(call: Call, backend: Backend, first: int, before: Sums, window: int) -> tuple[Partial, Sums]:

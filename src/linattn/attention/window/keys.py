@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,44 @@ from torch import Tensor
 from linattn.feature_maps import FeatureMap
 from linattn.softmax.row_groups import RowGroups
 from linattn.softmax.tokens import Restored, Tokens, register
+from linattn.softmax.tracing import has_values, is_followed
 
 # Keys are numbered in 32 bits.
 _MOST = 2**31
+
+
+class Room(NamedTuple):
+    """Memory with places after a stream's tokens; each place is written once, by who first goes on from there."""
+
+    key: Tensor  # (B, H, n, D)
+    value: Tensor  # (B, H, n, Dv)
+    stop: int  # how many of the n places this stream has taken
+    free: dict[int, bool]  # the first place that no stream has taken
+
+    def then(self, tokens: Tokens) -> Room | None:
+        """The room with more tokens, or None where they have no place in it or memory may not be written."""
+        stop, memory = self.stop + tokens.key.shape[2], (self.key, self.value)
+        if (
+            stop > self.key.shape[2]
+            or any(type(x) is not Tensor or x.dtype != y.dtype for x, y in zip(tokens, memory, strict=False))
+            or is_followed(*tokens[:2])
+            or not has_values(tokens.key)
+            # Such tensors are written in that mode alone.
+            or (self.key.is_inference() and not torch.is_inference_mode_enabled())
+            # Of several streams that go on from here one gets the places.
+            or not self.free.pop(self.stop, False)
+        ):
+            return None
+        for places, x in zip(memory, tokens, strict=False):
+            # As data: what a backward pass has saved of earlier places stays as it is.
+            places.data[:, :, self.stop : stop] = x
+        self.free[stop] = True
+        return self._replace(stop=stop)
+
+    def latest(self, bias: Tensor) -> Tokens:
+        """The latest tokens, as many as there are biases."""
+        places = slice(self.stop - bias.shape[2], self.stop)
+        return Tokens(self.key[:, :, places], self.value[:, :, places], bias)
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +58,7 @@ class WindowKeys(Restored):
 
     recent: Tokens  # those of the block before the current one and of the current one, at most 2w
     width: int  # w
+    room: Room | None = field(default=None, repr=False)  # what keys and values lie in, no part of the value
 
     @classmethod
     def empty(cls, width: int, key: Tensor, value: Tensor) -> WindowKeys:
@@ -30,9 +66,30 @@ class WindowKeys(Restored):
         none = key.new_zeros(*key.shape[:2], 0, dtype=torch.promote_types(key.dtype, torch.float32))
         return cls(Tokens(key[:, :, :0], value[:, :, :0], none), width)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What files and copies hold: no memory but that of the keys."""
+        recent = self.recent if self.room is None else Tokens(*(x.clone() for x in self.recent))
+        return {"recent": recent, "width": self.width}
+
     def tokens(self) -> Tokens:
         """All of them."""
         return self.recent
+
+    def then(self, tokens: Tokens) -> WindowKeys:
+        """These and later ones, beside them in memory where there is room."""
+        room, (kept, more) = self.room and self.room.then(tokens), (x.bias.shape[2] for x in (self.recent, tokens))
+        if not room and more <= min(kept, self.width):
+            key, value = (x.new_empty(*x.shape[:2], kept + min(kept, self.width), x.shape[3]) for x in self.recent[:2])
+            room = Room(key, value, 0, {0: True}).then(self.recent)
+            room = room and room.then(tokens)
+        if not room:
+            return WindowKeys(self.recent.then(tokens), self.width)
+        return WindowKeys(room.latest(torch.cat([self.recent.bias, tokens.bias], 2)), self.width, room)
+
+    def without(self, leaving: int) -> WindowKeys:
+        """All but the first ones, in memory that holds no others of the call."""
+        recent = self.recent.cut(leaving, self.recent.bias.shape[2])
+        return replace(self, recent=recent if self.room else Tokens(*(x.clone() for x in recent)))
 
     def decay(self, log_factor: Tensor) -> WindowKeys:
         """All weights times exp(log_factor), (B or 1, H or 1); by -inf the keys are masked."""
