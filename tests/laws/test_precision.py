@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 import linattn
-from grid import CASES, Case, build, qkv, relative_error, tokens
+from grid import BACKENDS, CASES, Case, build, qkv, relative_error, tokens
+from linattn.feature_maps import FeatureMap
+from linattn.positions import relative_bias_attention
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -97,3 +102,52 @@ def test_autocast_rounds_no_bias_of_exact_attention(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype):
         found = linattn.softmax_attention(query, key, value, key_bias=bias, enable_gqa=True)
     assert torch.equal(found, wanted)
+
+
+def rows(query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap) -> Tensor:
+    """All rows of the attention matrix."""
+    index = torch.arange(query.shape[2])
+    return linattn.attention_rows(query, key, feature_map, index, enable_gqa=True)
+
+
+def near_and_far(query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap) -> Tensor:
+    """Keys of three blocks by softmax, the others by the map."""
+    return linattn.linear_attention(query, key, value, feature_map, window=1, enable_gqa=True)
+
+
+def biased(query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap) -> Tensor:
+    """A bias of the distance between tokens."""
+    bias = tokens(query.shape[1], 2 * key.shape[2] - 1)
+    return relative_bias_attention(query, key, value, feature_map, bias, enable_gqa=True)
+
+
+def partial(backend: str) -> Callable[..., tuple[Tensor, ...]]:
+    """Outputs and log-normalisers."""
+    return lambda *tokens: tuple(linattn.linear_partial(*tokens, enable_gqa=True, backend=backend))
+
+
+CALLS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
+    **{backend: Case("", backend, is_causal=False).attend for backend in BACKENDS},
+    **{f"{backend}-partial": partial(backend) for backend in BACKENDS},
+    "window": near_and_far,
+    "rows": rows,
+    "relative-bias": biased,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["Centred-call-FavorPlus", "Centred-call-Taylor"])
+@pytest.mark.parametrize("call", CALLS)
+def test_gradients_through_a_calls_means_are_rounded_once(call: str, name: str, dtype: torch.dtype) -> None:
+    """Those of float32 tokens, rounded: beside its mean a token's gradients may cancel, and leave what was rounded."""
+    *given, value = qkv(num_queries=5, num_keys=5, dtype=dtype)
+    gradients = []
+    for width in (dtype, torch.float32):
+        query, key = (x.to(width).requires_grad_() for x in given)
+        found = CALLS[call](query, key, value.to(width), build(name))
+        parts = (found,) if isinstance(found, Tensor) else found
+        total = sum((x.double() * tokens(*x.shape, seed=9, dtype=dtype)).sum() for x in parts)
+        gradients.append(torch.autograd.grad(total, (query, key)))
+        assert parts[0].dtype == (torch.float32 if call == "rows" else width)
+    for half, wide in zip(*gradients, strict=True):
+        assert torch.equal(half, wide.to(dtype))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
-from linattn.softmax.precision import outside_autocast
+from linattn.softmax.precision import accumulation_dtype, outside_autocast
 
 
 class BoundMap(NamedTuple):
@@ -43,12 +43,19 @@ class BoundMap(NamedTuple):
 
 def bind(
     feature_map: FeatureMap, query: Tensor, key: Tensor, key_mask: Tensor | None = None, *, is_causal: bool
-) -> BoundMap:
-    """The map with the tensors of a call of query (B, H, Lq, D), key (B, Hkv, Lk, D), mask (B, Lk) or (B, Hkv, Lk)."""
+) -> tuple[BoundMap, Tensor, Tensor]:
+    """The map with the tensors of a call, and the call's queries (B, H, Lq, D) and keys (B, Hkv, Lk, D).
+
+    Half-precision tokens are widened where those tensors have gradients: what flows back through a mean and beside it
+    may cancel, and is added before it is rounded. The mask is (B, Lk) or (B, Hkv, Lk).
+    """
     with outside_autocast(query.device):
         call = feature_map.call_tensors(query, key, key_mask=key_mask, is_causal=is_causal)
+        if query.dtype != (wide := accumulation_dtype(query.dtype)) and any(map(_is_followed, call.values())):
+            query, key = query.to(wide), key.to(wide)
+            call = feature_map.call_tensors(query, key, key_mask=key_mask, is_causal=is_causal)
     followed = {name: tensor for name, tensor in named_tensors(feature_map) if _is_followed(tensor)}
-    return BoundMap(feature_map, followed | dict(call))
+    return BoundMap(feature_map, followed | dict(call)), query, key
 
 
 def _is_followed(tensor: Tensor) -> bool:

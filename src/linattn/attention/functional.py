@@ -119,7 +119,7 @@ def linear_attention(
         refuse_sdpa_options(attn_mask, dropout_p)
     tokens, weights = (query, key, value), (key_mask, key_bias)
     call, chosen = _checked(tokens, feature_map, weights, enable_gqa, window, backend, is_causal=is_causal)
-    return _attend(call, chosen, window, None)[0].out.flatten(1, 2)
+    return _attend(call, chosen, window, None)[0].out.flatten(1, 2).to(call.value.dtype)
 
 
 def linear_partial(
@@ -154,7 +154,8 @@ def linear_partial(
     tokens, weights = (query, key, value), (key_mask, key_bias)
     call, chosen = _checked(tokens, feature_map, weights, enable_gqa, window, backend, is_causal=is_causal)
     rows, *_ = _attend(call, chosen, window, None)
-    return (rows if isinstance(rows, Partial) else as_partial(call, rows)).ungrouped()
+    part = (rows if isinstance(rows, Partial) else as_partial(call, rows)).ungrouped()
+    return part._replace(out=part.out.to(call.value.dtype))
 
 
 def linear_attention_with_state(
@@ -292,7 +293,7 @@ def _checked(
     if window is not None:
         check_window(window, feature_map, query.shape[2], key.shape[2], is_causal=is_causal)
     check_backend(backend)
-    bound = bind(feature_map, query, key, live_keys(*weights), is_causal=is_causal)
+    bound, query, key = bind(feature_map, query, key, live_keys(*weights), is_causal=is_causal)
     call = Call(bound, query.unflatten(1, (key.shape[1], -1)), key, value, bias, is_causal)
     return call, choose(backend, call)
 
@@ -303,11 +304,8 @@ def _attend(
     """Rows (B, Hkv, G, Lq, ·) over the state's keys and these, the sums after them, and a window's keys."""
     key, value = call.key, call.value
     with outside_autocast(key.device):
-        if state is None:
-            sizes = key.shape[0], key.shape[1], value.shape[-1]
-            before = no_sums(call.bound.feature_map, *sizes, accumulation_dtype(key.dtype), key.device)
-        else:
-            before = state.sums
+        sizes, dtype = (key.shape[0], key.shape[1], value.shape[-1]), accumulation_dtype(key.dtype)
+        before = no_sums(call.bound.feature_map, *sizes, dtype, key.device) if state is None else state.sums
         if window is None:
             return *backend.attend(call, before), None
         keys = None if state is None else state.window

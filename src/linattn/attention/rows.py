@@ -65,7 +65,7 @@ def attention_rows(
     # uint8 would be read as a mask.
     rows = query_index.long() % max(length, 1)
     heads, dtype = (key.shape[1], query.shape[1] // max(key.shape[1], 1)), accumulation_dtype(query.dtype)
-    bound = bind(feature_map, query, key, live_keys(key_mask, key_bias), is_causal=is_causal)
+    bound, query, key = bind(feature_map, query, key, live_keys(key_mask, key_bias), is_causal=is_causal)
     zero = query.new_zeros(1, 1, key.shape[2], dtype=dtype)
     logit_bias = (zero if bias is None else bias)[:, :, None, None]
     (key,) = inert(bias, key)

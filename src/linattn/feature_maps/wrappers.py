@@ -168,7 +168,7 @@ class Centred(Wrapper):
     The means come from `fit` or the constructor, one per key/value head, shared by the queries of its group; or, where
     nothing was given, from each call of attention that is not causal (`call_tensors`).
 
-    Cost: the inner map's, and O(L·D) time more.
+    Cost: the inner map's, and O(L·D) time more; where gradients follow means of the call, q and k are kept in float32.
 
     Args:
         inner: a map with `softmax_kernel`, for example `FavorPlus` or `Taylor`.

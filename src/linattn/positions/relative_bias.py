@@ -94,16 +94,16 @@ def relative_bias_attention(
     table = _checked_bias(bias, query, key, is_causal=is_causal)
     if not key.shape[2]:
         return value.new_zeros(*query.shape[:3], value.shape[3])
-    bound = bind(feature_map, query, key, key_mask, is_causal=is_causal)
+    bound, query, key = bind(feature_map, query, key, key_mask, is_causal=is_causal)
     with outside_autocast(query.device):
         tokens = _on_a_grid(query, key, value, key_mask, is_causal=is_causal)
         num, den, noise = convolved(Columns(bound, tokens), tokens, Kernel.of(table, key.shape[2], is_causal=is_causal))
-        lost = _lost_rows(den, noise, query.dtype)
+        lost = _lost_rows(den, noise, value.dtype)
         dead = (den == 0) | ~tokens.sees.unsqueeze(-2)
         out = torch.where(dead.unsqueeze(-1), 0, num / torch.where(dead, 1, den).unsqueeze(-1))
         if lost is not None:
             out = out.masked_fill(lost.unsqueeze(-1), torch.nan)
-    return out.flatten(1, 2).to(query.dtype)
+    return out.flatten(1, 2).to(value.dtype)
 
 
 def _on_a_grid(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tokens:

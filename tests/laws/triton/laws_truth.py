@@ -74,6 +74,12 @@ def test_sixteen_bits(map_name: str, is_causal: bool, dtype: torch.dtype, device
     check(map_name, dtype, device, is_causal=is_causal, allowed=4 * torch.finfo(dtype).eps / 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bits_of_values_beside_wider_tokens(dtype: torch.dtype, device: str) -> None:
+    """Gradients follow means of the call, for which queries and keys are in float32."""
+    check("Centred-call-FavorPlus", dtype, device, is_causal=False, allowed=4 * torch.finfo(dtype).eps / 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("fallen", [0, 1], ids=["queries", "keys"])

@@ -50,7 +50,7 @@ class Call(NamedTuple):
     bound: BoundMap
     query: Tensor  # (B, H, G, Lq, D)
     key: Tensor  # (B, H, Lk, D)
-    value: Tensor  # (B, H, Lk, Dv)
+    value: Tensor  # (B, H, Lk, Dv), in the outputs' dtype, which may be narrower than that of queries and keys
     bias: Tensor | None  # (B, H or 1, Lk), in the accumulation dtype, -inf for masked keys
     is_causal: bool
 
@@ -59,7 +59,7 @@ class Call(NamedTuple):
         cls, feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
     ) -> Call:
         """A causal call, of which a map takes no statistics."""
-        return cls(bind(feature_map, key, key, is_causal=True), query, key, value, bias, is_causal=True)
+        return cls(bind(feature_map, key, key, is_causal=True)[0], query, key, value, bias, is_causal=True)
 
     def with_keys(self, part: slice) -> Call:
         """The call over some of its keys."""
