@@ -220,6 +220,13 @@ FAULTS = (
         "tests/laws/test_window.py",
     ),
     Fault(
+        "take a window's weights over a normaliser that has lost digits",
+        "attention/window/neighbourhood.py",
+        "weights.div_(total.clamp_(min=1))",
+        "weights.div_((total.log2_() + _).sub_(_).exp2_().clamp_(min=1))",
+        "tests/laws/test_window.py -k digits",
+    ),
+    Fault(
         "drop the gradient of a window's log-normaliser",
         "attention/window/neighbourhood.py",
         ".sum(-1, keepdim=True).sub_(of_log)",

@@ -154,6 +154,21 @@ def test_gradients_are_those_of_the_reference(name: str, is_causal: bool, blocks
         assert relative_error(found, truth) < 1e-11
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("size", [3.0, 10.0, 30.0])
+def test_gradients_keep_their_digits_beside_large_logits(size: float, is_causal: bool) -> None:
+    """What all near keys share is in every logit and in no weight: logits' own rounding is all that may be lost."""
+    query, key, value = qkv(1, 2, 2, 12, 12, scale=0.1, dtype=torch.float32)
+    query, key, results = query + size, key + size, []
+    largest = float((query @ key.mT).max()) / HEAD_DIM**0.5
+    for backend, dtype in (("reference", torch.float64), ("blocked", torch.float32)):
+        leaves = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+        out = linattn.linear_attention(*leaves, build("FavorPlus"), is_causal=is_causal, window=8, backend=backend)
+        results.append(torch.autograd.grad(out, leaves, value.flip(2).to(dtype)))
+    for truth, found in zip(*results, strict=True):
+        assert relative_error(found, truth) <= 2 * torch.finfo(torch.float32).eps * largest
+
+
 @pytest.mark.parametrize("cuts", [[1], [8], [16], [5, 6, 7, 30], list(range(1, 45)), [44]], ids=str)
 @pytest.mark.parametrize("name", ["FavorPlus", "Expansion", "Expansion-2"])
 def test_a_stream_may_be_cut_anywhere(name: str, cuts: list[int]) -> None:

@@ -72,10 +72,8 @@ def attention_rows(
     if is_causal:
         logit_bias = torch.where(causal_mask(query.shape[2], key.shape[2], query.device)[rows], logit_bias, -torch.inf)
     chosen = query[:, :, rows].unflatten(1, heads).to(dtype)
-    if isinstance(feature_map, GroupedFeatureMap):
-        weigh: Callable[..., Tensor] = _grouped_weights
-    else:
-        weigh = _log_weights if is_causal and feature_map.exponential else _weights
+    plain = _log_weights if is_causal and feature_map.exponential else _weights
+    weigh: Callable[..., Tensor] = _grouped_weights if isinstance(feature_map, GroupedFeatureMap) else plain
     weights: Tensor = bound.run(weigh, query.device, chosen, key.to(dtype), logit_bias)
     total = weights.sum(-1, keepdim=True)
     return (weights / torch.where(total == 0, 1, total)).flatten(1, 2)
@@ -101,8 +99,7 @@ def _log_weights(feature_map: FeatureMap, query: Tensor, key: Tensor, logit_bias
     """Weights from log Σ_f φ_f(q)φ_f(k), which no later key can underflow."""
     lq, lk = feature_map.query(query.flatten(2, 3)), feature_map.key(key)
     step = max(_BUDGET // max(lq[..., 0].numel() * lq.shape[-1], 1), 1)
-    parts = [torch.logsumexp(lq.unsqueeze(-2) + part.unsqueeze(-3), -1) for part in lk.split(step, dim=-2)]
-    logs = torch.cat(parts, -1) if parts else lq.new_zeros(*lq.shape[:-1], 0)
+    logs = torch.cat([torch.logsumexp(lq.unsqueeze(-2) + part.unsqueeze(-3), -1) for part in lk.split(step, -2)], -1)
     return exponentials(logs.unflatten(2, query.shape[2:4]) + logit_bias)[0]
 
 

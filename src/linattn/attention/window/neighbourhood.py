@@ -58,30 +58,25 @@ class Neighbourhood(NamedTuple):
         """The rows, piece by piece: time O(Lq·min(L, w)·(D + Dv))."""
         rows = empty_rows(inputs)
         for piece in self.pieces(inputs):
-            weights = piece.logits(inputs, self.scale)[0]
-            peak = weights.amax(-1, keepdim=True)
-            if inputs.bias is not None:
-                # Rows that see no key: any finite reference serves them.
-                peak.masked_fill_(peak == -torch.inf, 0)
-            total = weights.sub_(peak).exp2_().sum(-1, keepdim=True)
-            num = torch.bmm(weights, piece.of_keys(inputs.value).to(weights.dtype))
-            num.div_(total if inputs.bias is None else total.masked_fill(total == 0, torch.inf))
+            weights, total, peak = _exponentials(piece.logits(inputs, self.scale)[0])
+            num = torch.bmm(weights, piece.of_keys(inputs.value).to(weights.dtype)).div_(total.clamp(min=1))
             out, log = piece.of_rows(rows.out), piece.of_rows(rows.log_normalizer.unsqueeze(-1))
             out.copy_(num.view(out.shape))
             log.copy_(total.log2_().add_(peak).mul_(1 / LOG2_E).view(log.shape))
         return rows
 
-    def gradients(self, inputs: Near, log_normalizer: Tensor, grad: Partial) -> Near:
+    def gradients(self, inputs: Near, grad: Partial) -> Near:
         """Gradients of all inputs, from those of the rows; in the accumulation dtype but that of the query."""
         of_query = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
-        of_key, of_value = (log_normalizer.new_zeros(x.shape) for x in (inputs.key, inputs.value))
-        of_bias = None if inputs.bias is None else log_normalizer.new_zeros(inputs.bias.shape)
-        columns = grad.out, grad.log_normalizer.unsqueeze(-1), log_normalizer.unsqueeze(-1)
+        of_key, of_value = (grad.log_normalizer.new_zeros(x.shape) for x in (inputs.key, inputs.value))
+        of_bias = None if inputs.bias is None else grad.log_normalizer.new_zeros(inputs.bias.shape)
+        columns = grad.out, grad.log_normalizer.unsqueeze(-1)
         for piece in self.pieces(inputs):
             logits, query, key = piece.logits(inputs, self.scale)
-            of_out, of_log, log = (piece.of_rows(x).to(key.dtype).flatten(0, 2).flatten(1, 2) for x in columns)
-            # An infinite normaliser makes the weights of rows that saw no key 0.
-            weights = logits.sub_((log * LOG2_E).masked_fill_(log == -torch.inf, torch.inf)).exp2_()
+            of_out, of_log = (piece.of_rows(x).to(key.dtype).flatten(0, 2).flatten(1, 2) for x in columns)
+            # Over their own sum: the logarithm of a normaliser has lost digits where it is large.
+            weights, total, _ = _exponentials(logits)
+            weights.div_(total.clamp_(min=1))
             of_logits = torch.bmm(of_out, piece.of_keys(inputs.value).to(key.dtype).mT).mul_(weights)
             of_logits.addcmul_(weights, of_logits.sum(-1, keepdim=True).sub_(of_log), value=-1)
             target = piece.of_rows(of_query)
@@ -159,6 +154,13 @@ class Piece(NamedTuple):
         return logits, query, key
 
 
+def _exponentials(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """2^logits (N, n, K), written over them, of each row's largest; their sums, 0 or at least 1, and those."""
+    peak = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
+    weights = logits.sub_(peak).exp2_()
+    return weights, weights.sum(-1, keepdim=True), peak
+
+
 def empty_rows(inputs: Near) -> Partial:
     """Memory for the rows (B, H, G, Lq, Dv) and their log-normalisers."""
     query = inputs.query
@@ -184,7 +186,7 @@ def _fold(name: str, *, is_causal: bool) -> Fold:
 
     def backward(feature_map: FeatureMap, saved: Saved, window: int) -> Gradients:
         around, inputs = Neighbourhood(window, is_causal, feature_map.scale), saved.inputs
-        *grads, of_bias = around.gradients(inputs, saved.outputs.log_normalizer, saved.grads)
+        *grads, of_bias = around.gradients(inputs, saved.grads)
         of_tokens = [grad.to(x.dtype) for grad, x in zip(grads, inputs[:3], strict=True)]
         return Gradients(of_tokens, of_bias if saved.bias_grad else None, [torch.zeros_like(x) for x in saved.tensors])
 
