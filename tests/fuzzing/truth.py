@@ -56,9 +56,10 @@ def parts_of(weigher: Weigher, tokens: Tokens, window: int | None, *, is_causal:
     if window is None:
         return Parts([Part(weigher, sight & live)])
     assert weigher.map is not None
+    exact = Weigher(None, weigher.rounding, weigher.map.scale, weigher.map)
     near = who.near(tokens.places, tokens.live, window, is_causal=is_causal)
     seen = (sight & live).expand(*tokens.key.shape[:2], 1, -1, -1)
-    parts, rest = [Part(Weigher(None, weigher.rounding, weigher.map.scale), near & seen)], ~near & seen
+    parts, rest = [Part(exact, near & seen)], ~near & seen
     if is_causal:
         return Parts([*parts, Part(weigher, rest)])
     # The map's keys before and after the neighbourhood are two parts.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fuzzing.machine import unit
 from fuzzing.tokens import without_masked
+from fuzzing.uses import used
 from linattn.feature_maps import Centred, Expansion, FeatureMap
 
 # Noise of exponents: rows that are off by more are not compared.
@@ -58,23 +59,34 @@ class Weigher(NamedTuple):
         map: with the statistics that it takes from the call in place.
         rounding: what sums run in.
         scale: of exact softmax, where `map` is None.
+        beside: the map that takes the call's other keys, if this is exact softmax.
     """
 
     map: FeatureMap | None
     rounding: torch.dtype
     scale: float = 1.0
+    beside: FeatureMap | None = None
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether gradients follow means of the call: then all of its uses of a token are one."""
+        used_map = self.beside if self.map is None else self.map
+        return used_map is not None and any(x.requires_grad for x in used_map.buffers())
 
     def weigh(self, query: Tensor, key: Tensor, visible: Tensor, noise: Noise | None = None) -> Weights:
         """Weights of queries (B, H, G, N, D) and keys (B, H, M, D); `visible` matters to linear maps alone."""
         if noise is not None:
             query, key = (x * (1 + noise(x, 8 * unit(self.rounding))) for x in (query, key))
+        # The weight of a query stands beside its features.
+        weighed = query if self.is_joint else used(query)
+        query, key = (x if self.is_joint else used(x) for x in (query, key))
         if self.map is None:
             return _softmax(query, key, self.scale, self.rounding, noise)
         if isinstance(self.map, Expansion):
             return _expansion(self.map, query, key, visible, self.rounding, noise)
         if self.map.exponential:
             return _exponential(self.map, query, key, self.rounding, noise)
-        return _linear(self.map, query, key, visible, self.rounding, noise)
+        return _linear(self.map, query, weighed, key, visible, self.rounding, noise)
 
 
 def in_call(feature_map: FeatureMap, query: Tensor, key: Tensor, mask: Tensor | None, dtype: torch.dtype) -> FeatureMap:
@@ -168,6 +180,7 @@ def _exponential(
 def _linear(
     feature_map: FeatureMap,
     query: Tensor,
+    weighed: Tensor,
     key: Tensor,
     visible: Tensor,
     rounding: torch.dtype,
@@ -201,7 +214,7 @@ def _linear(
     zero = coefficient.new_zeros(1, 1, 1, 1, 1)
     log_q, log_k = zero, zero
     if of_key(key[:, :, :1]) is not None:
-        log_q, log_k = _of_tokens(of_query, query).unsqueeze(-1), _of_tokens(of_key, key)[:, :, None, None]
+        log_q, log_k = _of_tokens(of_query, weighed).unsqueeze(-1), _of_tokens(of_key, key)[:, :, None, None]
         logs = unit(rounding) * (4 * _heads(log_q) + 16 * _heads(log_k))
         logs = logs + 8 * share * (_off(of_query, query) + _off(of_key, key))
         error = error + product * logs

@@ -6,7 +6,7 @@ Letters: B batch, H heads, L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from fuzzing.machine import machine_of, sums_dtype, unit
 from fuzzing.oracle import MismatchError, Rows, check_close
 from fuzzing.task import Result, Task, compare
 from fuzzing.tokens import DTYPES
+from fuzzing.uses import changed_gradients
 from fuzzing.weights import Noise
 
 _DRAWS = {
@@ -89,9 +90,10 @@ def hold(case: Case, pulled: Pulled, ours: Sequence[Tensor]) -> None:
             raise MismatchError(f"gradient of {name}: masked tokens have one")
     if all(bool(((x - y).abs() <= _band(x, y, pulled)).all()) for x, y in zip(ours, wanted, strict=True)):
         return
-    for name, x, y, extra in zip(names, ours, wanted, _experiments(case, pulled), strict=True):
+    experiments, lost = _experiments(case, pulled), _lost_by_uses(pulled)
+    for name, x, y, extra, rounding in zip(names, ours, wanted, experiments, lost, strict=True):
         if _largest(y) <= _LARGEST * torch.finfo(x.dtype).max:
-            band = _band(x, y, pulled) + _MARGIN * _spread(extra) + _floor(task, pulled.weights)
+            band = _band(x, y, pulled) + _MARGIN * _spread(extra) + _floor(task, pulled.weights) + rounding
             check_close(x, y.double(), band, f"gradient of {name}")
 
 
@@ -134,6 +136,22 @@ def _experiments(case: Case, pulled: Pulled) -> list[Tensor]:
         for y, *group in zip(clean, *others, strict=True)
     ]
     return [square.sqrt() / amplified for square in squares]
+
+
+def _lost_by_uses(pulled: Pulled) -> list[Tensor]:
+    """What n uses of a query or a key lose by cancelling, n/2·u·(Σ|g_i| - |Σ g_i|); 0 for values and parameters."""
+
+    def summed(change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        inputs = [x.detach().requires_grad_() for x in pulled.exact]
+        with changed_gradients(change):
+            rows = pulled.task.truth(*inputs, None)
+        return gradients(loss(_tensors(pulled.found, rows), pulled.weights), inputs[:2])
+
+    numbers = summed(lambda grad: (grad != 0).to(grad.dtype))
+    parts = zip(numbers, summed(torch.abs), summed(lambda grad: grad), strict=True)
+    u = unit(pulled.task.dtype)
+    lost = [n / 2 * u * (size - total.abs()).clamp(min=0) for n, size, total in parts]
+    return [*lost, *(torch.zeros_like(x) for x in pulled.leaves[2:])]
 
 
 def _weights(case: Case, result: Result, rows: Rows) -> list[Tensor]:
