@@ -8,7 +8,7 @@ FAULTS = (
     Fault(
         "leave the shortest text to chance",
         "convert/conversion.py",
-        '"min_tokens", ',
+        "            min_tokens=config.min_tokens,\n",
         "",
         "tests/convert/test_conversion.py",
     ),

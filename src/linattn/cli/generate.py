@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -111,5 +111,5 @@ def generate(
     from linattn.cli.keeping import Keeping
 
     keeping = None if budget is None else Keeping(budget, bits, recall, plan, measure)
-    sampling: Any = {"temperature": temperature, "top_p": top_p, "seed": seed}
-    generation(model, prompt_file or prompt or "", num_tokens=length, **sampling, keeping=keeping)
+    text = prompt_file or prompt or ""
+    generation(model, text, num_tokens=length, temperature=temperature, top_p=top_p, seed=seed, keeping=keeping)

@@ -141,8 +141,14 @@ def _samples(
     if isinstance(tokenizer_or_batches, PreTrainedTokenizerBase):
         if not config.texts:
             raise ValueError("a tokenizer needs texts to read: give ConvertConfig(texts=…), or batches in its place")
-        options = {name: getattr(config, name) for name in ("num_tokens", "min_tokens", "batch_size", "seed")}
-        return from_texts(tokenizer_or_batches, config.texts, **options)
+        return from_texts(
+            tokenizer_or_batches,
+            config.texts,
+            num_tokens=config.num_tokens,
+            min_tokens=config.min_tokens,
+            batch_size=config.batch_size,
+            seed=config.seed,
+        )
     if config.texts:
         raise ValueError("both batches and texts were given; give a tokenizer for the texts, or the batches alone")
     batches = list(tokenizer_or_batches)

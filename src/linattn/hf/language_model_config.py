@@ -106,8 +106,10 @@ def blocks_of(config: LinearLMConfig) -> list[Block]:
             f'gated must be kinds of the pattern\'s blocks, "l", "s" or "ls", got {config.gated!r} with pattern='
             f"{config.pattern!r}; without a gate leave gate out"
         )
-    options: Any = {"hidden_dim": config.intermediate_size, "dropout": config.dropout}
-    return [Block(_attention(config, kind, place), **options) for place, kind in enumerate(kinds)]
+    return [
+        Block(_attention(config, kind, place), hidden_dim=config.intermediate_size, dropout=config.dropout)
+        for place, kind in enumerate(kinds)
+    ]
 
 
 def _attention(config: LinearLMConfig, kind: str, place: int) -> LinearAttention | SoftmaxAttention:

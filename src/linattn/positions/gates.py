@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Self, final, get_args
+from typing import Literal, NamedTuple, Self, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -163,7 +163,6 @@ def gated_attention_with_state(
         raise ValueError(f"gates are those of the keys, got a batch of {log_forget.shape[0]} for one of {key.shape[0]}")
     if log_forget.shape[1] != key.shape[1]:
         raise ValueError(f"gates are one for each key/value head, got {log_forget.shape[1]} for {key.shape[1]} heads")
-    options: Any = {"enable_gqa": enable_gqa, "window": window, "backend": backend}
     outs = []
     for at in spans(log_forget):
         key_bias, log_decay = _bias(gates.cut(at))
@@ -171,7 +170,9 @@ def gated_attention_with_state(
         bias = key_bias.expand(key.shape[0], -1, -1)
         mask = None if key_mask is None else key_mask[:, at]
         past = None if state is None else state.decay(log_decay)
-        out, state = linear_attention_with_state(*tokens, past, key_mask=mask, key_bias=bias, **options)
+        out, state = linear_attention_with_state(
+            *tokens, past, key_mask=mask, key_bias=bias, enable_gqa=enable_gqa, window=window, backend=backend
+        )
         outs.append(out)
     assert state is not None
     return Attended(outs[0] if len(outs) == 1 else torch.cat(outs, 2), state)
