@@ -153,10 +153,17 @@ FAULTS = (
         "tests/laws/test_faint_rows.py",
     ),
     Fault(
-        "let the reference's gradients overflow between a small normaliser and a map",
-        "attention/backends/reference.py",
-        "least = small_power(before.z.dtype)",
-        "least = 1.0",
+        "let gradients overflow between a small sum of weights and a map",
+        "softmax/precision.py",
+        "return 2.0 ** int(math.log2(torch.finfo(dtype).tiny) * share)",
+        "return 1.0",
+        "tests/laws/test_faint_rows.py",
+    ),
+    Fault(
+        "let gradients of rows of the matrix overflow",
+        "attention/rows.py",
+        "if weigh is _weights and not feature_map.exponential:",
+        "if False:",
         "tests/laws/test_faint_rows.py",
     ),
     Fault(

@@ -181,3 +181,19 @@ def test_other_maps_and_their_parameters(way: Way, backend: str, blocks_of: Call
             inputs = [x.to(dtype).requires_grad_() for x in (small, key, value)]
             found.append(torch.autograd.grad(way(tuple(inputs), feature_map, chosen).out.sum(), (*inputs, *leaves)))
         check(found[1], found[0], torch.float32)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("fallen", ["queries", "keys"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_rows_of_the_attention_matrix_have_the_same_gradients(dtype: torch.dtype, fallen: str, is_causal: bool) -> None:
+    query, key, value = tokens(torch.float64)
+    every, found, index = slice(None), [], torch.arange(LENGTH)
+    falls = (FALL[dtype], 0.0) if fallen == "queries" else (0.0, FALL[dtype])
+    low = lowered(query, every, falls[0]).to(dtype), lowered(key, every, falls[1]).to(dtype)
+    truth = low if dtype is torch.bfloat16 else (query, key)
+    for width, given in ((torch.float64, truth), (dtype, low)):
+        leaves = [x.detach().to(width).requires_grad_() for x in given]
+        rows = linattn.attention_rows(*leaves, EluPlusOne(WIDTH), index, is_causal=is_causal)
+        found.append(torch.autograd.grad((rows.double() @ value).sum(), leaves))
+    check(found[1], found[0], dtype)

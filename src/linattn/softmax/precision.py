@@ -39,3 +39,8 @@ def rescaled(x: Tensor, of_value: Tensor | float, of_gradient: Tensor | float) -
     """x times a factor, with its gradient times another."""
     # Infinities, as biases of masked keys, have no gradient.
     return x.detach() * of_value + torch.where(x.isfinite(), x - x.detach(), 0) * of_gradient
+
+
+def enlarged(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in at least this dtype, its gradient divided by the `small_power` that a later `rescaled` multiplies it by."""
+    return rescaled(x.to(torch.promote_types(x.dtype, dtype)), 1, 1 / small_power(dtype))

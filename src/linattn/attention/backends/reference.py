@@ -8,8 +8,6 @@ Letters as in attention/__init__.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from linattn.attention.backends.backend import Call, Rows, lifted
 from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.softmax.attention import causal_mask, inert
-from linattn.softmax.precision import lift, rescaled, small_power
+from linattn.softmax.precision import enlarged, lift, rescaled, small_power
 from linattn.softmax.tracing import is_transformed
 
 # Terms of the logarithms that are summed at once.
@@ -41,19 +39,16 @@ class Reference:
             rows, sums = bound.run(_attend, call.key.device, *tokens, bias, before, visible)
             return Rows(*rows), Sums(*sums)
         # Gradients within are far smaller: they are divided by denominators that may be as small as numbers can be.
-        least = small_power(before.z.dtype)
-
-        def enlarged(x: Tensor | None) -> Any:
-            return None if x is None else rescaled(x.to(torch.promote_types(x.dtype, before.z.dtype)), 1, 1 / least)
-
+        dtype, least = before.z.dtype, small_power(before.z.dtype)
         S, z = (x.view_as(x) for x in before[:2])
         if S.requires_grad and z.requires_grad and not (is_transformed() or torch.compiler.is_compiling()):
             # Infinite gradients of sums would be NaN further back.
             for x in (S, z):
                 x.register_hook(lambda grad: grad.clamp(torch.finfo(grad.dtype).min, torch.finfo(grad.dtype).max))
-        bound = bound._replace(tensors={name: enlarged(x) for name, x in bound.tensors.items()})
-        before = Sums(enlarged(S), enlarged(z), before.m)
-        rows, sums = bound.run(_attend, call.key.device, *map(enlarged, (*tokens, bias)), before, visible)
+        bound = bound._replace(tensors={name: enlarged(x, dtype) for name, x in bound.tensors.items()})
+        before = Sums(enlarged(S, dtype), enlarged(z, dtype), before.m)
+        inputs = (None if x is None else enlarged(x, dtype) for x in (*tokens, bias))
+        rows, sums = bound.run(_attend, call.key.device, *inputs, before, visible)
         rows, sums = (lifted(x, bound.feature_map, least) for x in (Rows(*rows), Sums(*sums)))
         return rows._replace(out=rescaled(rows.out, 1, least).to(call.query.dtype)), sums
 

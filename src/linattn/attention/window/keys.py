@@ -67,7 +67,7 @@ class WindowKeys(Restored):
         return cls(Tokens(key[:, :, :0], value[:, :, :0], none), width)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What files and copies hold: no memory but that of the keys."""
+        """The fields that files and copies hold, without memory around the keys."""
         recent = self.recent if self.room is None else Tokens(*(x.clone() for x in self.recent))
         return {"recent": recent, "width": self.width}
 
@@ -76,10 +76,11 @@ class WindowKeys(Restored):
         return self.recent
 
     def then(self, tokens: Tokens) -> WindowKeys:
-        """These and later ones, beside them in memory where there is room."""
-        room, (kept, more) = self.room and self.room.then(tokens), (x.bias.shape[2] for x in (self.recent, tokens))
-        if not room and more <= min(kept, self.width):
-            key, value = (x.new_empty(*x.shape[:2], kept + min(kept, self.width), x.shape[3]) for x in self.recent[:2])
+        """The keys and later ones, beside each other in memory where there is room."""
+        room, (number, more) = self.room and self.room.then(tokens), (x.bias.shape[2] for x in (self.recent, tokens))
+        if not room and more <= min(number, self.width):
+            places = number + min(number, self.width)
+            key, value = (x.new_empty(*x.shape[:2], places, x.shape[3]) for x in self.recent[:2])
             room = Room(key, value, 0, {0: True}).then(self.recent)
             room = room and room.then(tokens)
         if not room:
