@@ -46,9 +46,8 @@ class Neighbourhood(NamedTuple):
         """The rows from every weight, in plain torch."""
         token = torch.arange(inputs.key.shape[2], device=inputs.key.device)
         row = token[token.shape[0] - inputs.query.shape[3] :].unsqueeze(-1)
-        visible = (row // self.window - token // self.window).abs() <= 1
-        if self.is_causal:
-            visible = visible & (token <= row)
+        near = (row // self.window - token // self.window).abs() <= 1
+        visible = near & (token <= row) if self.is_causal else near
         dtype = accumulation_dtype(inputs.query.dtype)
         bias = inputs.query.new_zeros((), dtype=dtype) if inputs.bias is None else inputs.bias[:, :, None, None]
         logits = torch.where(visible, bias, -torch.inf)

@@ -103,14 +103,10 @@ class Workspace:
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         """A contiguous tensor of this shape, in the memory of the first block's."""
-        buffer = self._buffers.get(name)
-        if buffer is not None and buffer.shape == shape:
-            return buffer
-        size = math.prod(shape)
+        size, buffer = math.prod(shape), self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
             buffer = self._buffers[name] = self._like.new_empty(shape)
-            return buffer
-        return buffer.view(-1)[:size].view(shape)
+        return buffer if buffer.shape == shape else buffer.view(-1)[:size].view(shape)
 
     def rows(self, name: str, x: Tensor, masked: Tensor | None = None) -> Tensor:
         """A block of tokens in the accumulation dtype, masked ones (B, H or 1, n) 0; copied only if needed."""

@@ -82,8 +82,7 @@ class JointRows:
 
     def sees_sums_alone(self, block: slice) -> bool:
         """Whether a block lies in one span, so that its rows see none of its own keys."""
-        length: int = block.stop - block.start
-        return length <= self.span
+        return bool(block.stop - block.start <= self.span)
 
     def safe_heads(self, keys: features.Keys, block: slice, m: Tensor, c: Tensor) -> Tensor | None:
         """(B, H): where c exceeds, in no feature, by the allowed jump what the first row with a key sees; None for
@@ -261,7 +260,6 @@ def sweep(feature_map: FeatureMap, inputs: Causal, span: int, checkpoints: Sums 
 def backward(feature_map: FeatureMap, saved: Saved, span: int = 0) -> Gradients:
     """Gradients of (query, key, value, S, z)."""
     inputs: Causal = saved.inputs
-    outputs: CausalOutputs = saved.outputs
     fold: JointGradients | GroupedGradients
     if isinstance(feature_map, GroupedFeatureMap):
         fold = GroupedGradients(feature_map, saved, span)
@@ -271,7 +269,7 @@ def backward(feature_map: FeatureMap, saved: Saved, span: int = 0) -> Gradients:
     S, z = by_columns(saved.grads.S), saved.grads.z.clone(memory_format=torch.contiguous_format)
     cut = blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span)
     for first in reversed(range(0, len(cut), SEGMENT)):
-        before = outputs.kept(first // SEGMENT) if first else records.sums_of(inputs)
+        before = saved.outputs.kept(first // SEGMENT) if first else records.sums_of(inputs)
         for visit in reversed(_segment_states(fold, cut[first : first + SEGMENT], before)):
             # Those of the sums before a block are written over those after it.
             for target, x in zip((S, z), fold.pull(visit, S, z, tokens), strict=True):
