@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -140,14 +141,55 @@ CALLS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
 @pytest.mark.parametrize("call", CALLS)
 def test_gradients_through_a_calls_means_are_rounded_once(call: str, name: str, dtype: torch.dtype) -> None:
     """Those of float32 tokens, rounded: beside its mean a token's gradients may cancel, and leave what was rounded."""
+    for half, wide in gradients(CALLS[call], name, dtype):
+        assert torch.equal(half, wide.to(dtype))
+
+
+def stream(query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap) -> list[Tensor]:
+    """Three tokens, and two beside the state after them."""
+    pieces = [[x.narrow(2, *at) for x in (query, key, value)] for at in ((0, 3), (3, 2))]
+    first, state = linattn.linear_partial_with_state(*pieces[0], feature_map, enable_gqa=True)
+    return [*first, *linattn.linear_partial_with_state(*pieces[1], feature_map, state, enable_gqa=True).partial]
+
+
+def windowed_stream(query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap) -> Tensor:
+    """All tokens with a window of one."""
+    return linattn.linear_attention_with_state(query, key, value, feature_map, window=1, enable_gqa=True).out
+
+
+def state(query: Tensor, key: Tensor, value: Tensor, feature_map: FeatureMap) -> tuple[Tensor, ...]:
+    """A state with a window, read."""
+    after = linattn.linear_attention_with_state(query, key, value, feature_map, window=1, enable_gqa=True).state
+    return tuple(after.detach().read(feature_map, query))
+
+
+WEIGHED = {
+    **{f"{backend}-partial": partial(backend) for backend in BACKENDS},
+    "window": near_and_far,
+    "windowed-stream": windowed_stream,
+    "stream": stream,
+    "state": state,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["Centred-Taylor", "Expansion", "Expansion-2"])
+@pytest.mark.parametrize("call", WEIGHED)
+def test_gradients_of_weighed_queries_are_rounded_once(call: str, name: str, dtype: torch.dtype) -> None:
+    """A weight holds the mean key, which features leave out: its gradient and theirs may cancel."""
+    half, wide = gradients(WEIGHED[call], name, dtype)[0]
+    assert torch.equal(half, wide.to(dtype))
+
+
+def gradients(call: Callable[..., Any], name: str, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Gradients of queries and keys of this dtype, and of the same in float32."""
     *given, value = qkv(num_queries=5, num_keys=5, dtype=dtype)
-    gradients = []
+    both = []
     for width in (dtype, torch.float32):
-        query, key = (x.to(width).requires_grad_() for x in given)
-        found = CALLS[call](query, key, value.to(width), build(name))
+        leaves = [x.to(width).requires_grad_() for x in given]
+        found = call(*leaves, value.to(width), build(name))
         parts = (found,) if isinstance(found, Tensor) else found
         total = sum((x.double() * tokens(*x.shape, seed=9, dtype=dtype)).sum() for x in parts)
-        gradients.append(torch.autograd.grad(total, (query, key)))
-        assert parts[0].dtype == (torch.float32 if call == "rows" else width)
-    for half, wide in zip(*gradients, strict=True):
-        assert torch.equal(half, wide.to(dtype))
+        both.append(torch.autograd.grad(total, leaves, materialize_grads=True))
+        assert parts[0].dtype == (torch.float32 if call is rows else width)
+    return list(zip(*both, strict=True))

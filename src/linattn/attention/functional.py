@@ -153,9 +153,8 @@ def linear_partial(
     """
     tokens, weights = (query, key, value), (key_mask, key_bias)
     call, chosen = _checked(tokens, feature_map, weights, enable_gqa, window, backend, is_causal=is_causal)
-    rows, *_ = _attend(call, chosen, window, None)
-    part = (rows if isinstance(rows, Partial) else as_partial(call, rows)).ungrouped()
-    return part._replace(out=part.out.to(call.value.dtype))
+    rows, *_ = _attend(call := call.weighed(), chosen, window, None)
+    return (rows if isinstance(rows, Partial) else as_partial(call, rows)).ungrouped(call.value.dtype)
 
 
 def linear_attention_with_state(
@@ -210,8 +209,8 @@ def linear_attention_with_state(
     if attn_mask is not None or dropout_p:
         refuse_sdpa_options(attn_mask, dropout_p)
     tokens, weights = (query, key, value), (key_mask, key_bias)
-    _, rows, after = _advance(tokens, feature_map, state, weights, enable_gqa, window, backend)
-    return Attended(rows.out.flatten(1, 2), after)
+    call, rows, after = _advance(tokens, feature_map, state, weights, enable_gqa, window, backend)
+    return Attended(rows.out.flatten(1, 2).to(call.value.dtype), after)
 
 
 def linear_partial_with_state(
@@ -250,7 +249,7 @@ def linear_partial_with_state(
     tokens, weights = (query, key, value), (key_mask, key_bias)
     call, rows, after = _advance(tokens, feature_map, state, weights, enable_gqa, window, backend)
     part = rows if isinstance(rows, Partial) else as_partial(call, rows)
-    return AttendedPartial(part.times(after.apart).ungrouped(), after)
+    return AttendedPartial(part.times(after.apart).ungrouped(call.value.dtype), after)
 
 
 def _advance(
@@ -272,7 +271,7 @@ def _advance(
         check_continues(state, call.key, call.value, feature_map, window)
         state, bias, apart = relative_to(state, call.bias, call.key.shape[2])
         call = call._replace(bias=bias)
-    rows, sums, window_keys = _attend(call, chosen, window, state, is_stream=True)
+    rows, sums, window_keys = _attend(call := call.weighed(), chosen, window, state, is_stream=True)
     built_with = feature_map.fingerprint() if state is None else state.built_with
     after = State(*sums, built_with, window_keys, apart).known_to_fit(call.key.shape[-1])
     return call, rows, after
@@ -309,4 +308,4 @@ def _attend(
         if window is None:
             return *backend.attend(call, before), None
         keys = None if state is None else state.window
-        return attend_with_window(call, backend, window, before, keys, is_stream=is_stream)
+        return attend_with_window(call.weighed(), backend, window, before, keys, is_stream=is_stream)

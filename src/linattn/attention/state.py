@@ -228,11 +228,11 @@ class State(Restored):
         grouped: Tensor = query.unflatten(1, (heads, -1))
         with outside_autocast(query.device):
             # Backends are asked about a call: one with no keys but the state's.
-            call = Call.causal(feature_map, grouped, query[:, :heads, :0], query[:, :heads, :0])
+            call = Call.causal(feature_map, grouped, query[:, :heads, :0], query[:, :heads, :0]).weighed()
             part = as_partial(call, choose("auto", call).read(call, self._relative_sums))
             if self.window is not None:
-                part = combine(attend_to_all(grouped, self.window.tokens(), feature_map.scale), part)
-        return part.times(self.apart).ungrouped()
+                part = combine(attend_to_all(call.query, self.window.tokens(), feature_map.scale), part)
+        return part.times(self.apart).ungrouped(query.dtype)
 
     def select(self, indices: Tensor) -> State:
         """The rows `indices` (1-D integer tensor) of the batch, in that order: beams, forks, compaction."""

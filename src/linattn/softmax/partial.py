@@ -22,9 +22,9 @@ class Partial(NamedTuple):
     out: Tensor
     log_normalizer: Tensor
 
-    def ungrouped(self) -> Partial:
-        """The rows with query heads in one dimension: (B, Hkv, G, …) -> (B, H, …)."""
-        return Partial(self.out.flatten(1, 2), self.log_normalizer.flatten(1, 2))
+    def ungrouped(self, dtype: torch.dtype | None = None) -> Partial:
+        """The rows with query heads in one dimension, (B, Hkv, G, …) -> (B, H, …), outputs in their dtype or this."""
+        return Partial(self.out.flatten(1, 2).to(dtype or self.out.dtype), self.log_normalizer.flatten(1, 2))
 
     def times(self, apart: Tensor | None) -> Partial:
         """Rows (B, Hkv, G, Lq, ·) over keys whose weights have a factor more, its logarithm (B, Hkv); None for 1."""

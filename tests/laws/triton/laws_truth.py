@@ -75,9 +75,13 @@ def test_sixteen_bits(map_name: str, is_causal: bool, dtype: torch.dtype, device
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sixteen_bits_of_values_beside_wider_tokens(dtype: torch.dtype, device: str) -> None:
-    """Gradients follow means of the call, for which queries and keys are in float32."""
-    check("Centred-call-FavorPlus", dtype, device, is_causal=False, allowed=4 * torch.finfo(dtype).eps / 2)
+@pytest.mark.parametrize(
+    ("map_name", "is_causal"),
+    [("Centred-call-FavorPlus", False), ("Centred-Taylor", False), ("Centred-Taylor", True)],
+)
+def test_sixteen_bits_beside_wider_tokens(map_name: str, is_causal: bool, dtype: torch.dtype, device: str) -> None:
+    """Gradients follow means of the call, or weights of queries: queries are in float32, and for means keys too."""
+    check(map_name, dtype, device, is_causal=is_causal, allowed=4 * torch.finfo(dtype).eps / 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

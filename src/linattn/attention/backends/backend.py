@@ -11,7 +11,8 @@ from linattn.attention.bound_map import BoundMap, bind
 from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.softmax.partial import Partial
-from linattn.softmax.precision import lift, rescaled
+from linattn.softmax.precision import accumulation_dtype, lift, rescaled
+from linattn.softmax.tracing import is_followed
 
 
 class Rows(NamedTuple):
@@ -60,6 +61,13 @@ class Call(NamedTuple):
     ) -> Call:
         """A causal call, of which a map takes no statistics."""
         return cls(bind(feature_map, key, key, is_causal=True)[0], query, key, value, bias, is_causal=True)
+
+    def weighed(self) -> Call:
+        """Widen half-precision queries that have weights: gradients through those and through features may cancel."""
+        query, dtype = self.query, accumulation_dtype(self.query.dtype)
+        if query.dtype == dtype or not is_followed(query) or self.bound.query_log_weight(query[..., :0, :]) is None:
+            return self
+        return self._replace(query=query.to(dtype))
 
     def with_keys(self, part: slice) -> Call:
         """The call over some of its keys."""
