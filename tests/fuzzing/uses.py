@@ -1,13 +1,12 @@
 """Where a token's gradient is rounded before it is added to others: at each of its uses.
 
-A use is what one part of a call takes a token for: keys by softmax, keys by the map, a query's weight beside its
-features. The gradient g_i of each is rounded to the tokens' dtype, and so are partial sums of n of them, none of which
-is larger than (Σ|g_i| + |Σ g_i|)/2. With u half the distance from 1 to the next number, n roundings of that size are
+A use is what one part of a call takes a token for: keys by softmax, or keys by the map. The gradient g_i of each is
+rounded to the tokens' dtype, and so are partial sums of n of them, none of which is larger than (Σ|g_i| + |Σ g_i|)/2.
+With u half the distance from 1 to the next number, n roundings of that size are
 
     u·(Σ|g_i| + (n - 2)·(Σ|g_i| + |Σ g_i|)/2 + |Σ g_i|) = n·u·|Σ g_i| + n/2·u·(Σ|g_i| - |Σ g_i|),
 
-the second part of which is 0 where uses agree, and where they cancel may be more than all that is left. A call that
-takes means of its tokens is one use.
+the second part of which is 0 where uses agree, and where they cancel may be more than all that is left.
 """
 
 from __future__ import annotations

@@ -67,26 +67,31 @@ class Weigher(NamedTuple):
     scale: float = 1.0
     beside: FeatureMap | None = None
 
-    @property
-    def is_joint(self) -> bool:
-        """Whether gradients follow means of the call: then all of its uses of a token are one."""
-        used_map = self.beside if self.map is None else self.map
-        return used_map is not None and any(x.requires_grad for x in used_map.buffers())
+    def uses(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys as this part takes them.
+
+        All uses that a call makes of a token are one where gradients follow means of the call, and of a query also
+        where the map has weights of queries: those are added before they are rounded.
+        """
+        decisive = self.beside if self.map is None else self.map
+        if decisive is None:
+            return used(query), used(key)
+        follows_means = any(x.requires_grad for x in decisive.buffers())
+        has_weights = not decisive.exponential and decisive.query_log_weight(key[:, :, :0]) is not None
+        return query if follows_means or has_weights else used(query), key if follows_means else used(key)
 
     def weigh(self, query: Tensor, key: Tensor, visible: Tensor, noise: Noise | None = None) -> Weights:
         """Weights of queries (B, H, G, N, D) and keys (B, H, M, D); `visible` matters to linear maps alone."""
         if noise is not None:
             query, key = (x * (1 + noise(x, 8 * unit(self.rounding))) for x in (query, key))
-        # The weight of a query stands beside its features.
-        weighed = query if self.is_joint else used(query)
-        query, key = (x if self.is_joint else used(x) for x in (query, key))
+        query, key = self.uses(query, key)
         if self.map is None:
             return _softmax(query, key, self.scale, self.rounding, noise)
         if isinstance(self.map, Expansion):
             return _expansion(self.map, query, key, visible, self.rounding, noise)
         if self.map.exponential:
             return _exponential(self.map, query, key, self.rounding, noise)
-        return _linear(self.map, query, weighed, key, visible, self.rounding, noise)
+        return _linear(self.map, query, key, visible, self.rounding, noise)
 
 
 def in_call(feature_map: FeatureMap, query: Tensor, key: Tensor, mask: Tensor | None, dtype: torch.dtype) -> FeatureMap:
@@ -180,7 +185,6 @@ def _exponential(
 def _linear(
     feature_map: FeatureMap,
     query: Tensor,
-    weighed: Tensor,
     key: Tensor,
     visible: Tensor,
     rounding: torch.dtype,
@@ -214,7 +218,7 @@ def _linear(
     zero = coefficient.new_zeros(1, 1, 1, 1, 1)
     log_q, log_k = zero, zero
     if of_key(key[:, :, :1]) is not None:
-        log_q, log_k = _of_tokens(of_query, weighed).unsqueeze(-1), _of_tokens(of_key, key)[:, :, None, None]
+        log_q, log_k = _of_tokens(of_query, query).unsqueeze(-1), _of_tokens(of_key, key)[:, :, None, None]
         logs = unit(rounding) * (4 * _heads(log_q) + 16 * _heads(log_k))
         logs = logs + 8 * share * (_off(of_query, query) + _off(of_key, key))
         error = error + product * logs
