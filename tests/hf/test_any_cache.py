@@ -70,7 +70,7 @@ def test_a_cache_that_the_generation_config_names_is_said_to_be_there() -> None:
 @pytest.mark.parametrize("method", [MAP, NEAR])
 @pytest.mark.parametrize("given", [False, True])
 def test_guessed_tokens_leave_the_greedy_text(method: str, given: bool) -> None:
-    """By prompt lookup and by another model, from our cache or from generate's own."""
+    """By prompt lookup, another model or the first layers of this one, from our cache or from generate's own."""
     model = llama(method)
     # A text that repeats itself, so that guesses are right and wrong.
     ids = IDS[:1, :6].repeat(1, 5)
@@ -79,6 +79,7 @@ def test_guessed_tokens_leave_the_greedy_text(method: str, given: bool) -> None:
         {"prompt_lookup_num_tokens": 3},
         {"assistant_model": llama(method)},
         {"assistant_model": llama(MAP)},
+        {"assistant_early_exit": 1},
     ):
         cache = {"past_key_values": new_cache(model)} if given else {}
         assert torch.equal(model.generate(ids, **GREEDY, **options, **cache), made), options

@@ -250,7 +250,7 @@ def test_forks_rows_and_resets(language_model):
     with torch.no_grad():
         model(IDS[:, :20], past_key_values=cache)
         fork, rows, repeated = cache.fork(), cache.fork(), cache.fork()
-        rows.batch_select_indices(torch.tensor([1]))
+        rows.batch_select_indices(torch.tensor([-1]))
         repeated.batch_repeat_interleave(2)
         for each, chosen in ((fork, [0, 1]), (rows, [1]), (repeated, [0, 0, 1, 1])):
             made = model(IDS[chosen, 20:], past_key_values=each).logits

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
-from linattn.hf import StateCache, StateLayer, capture, intercept, linearize_, restore_
+from linattn.hf import StateCache, StateLayer, capture, intercept, linearize_, new_cache, restore_
 from model_inputs import LANGUAGE_HEADS, OPTIONS, alone, batch, positions
 
 FAVOR = "FavorPlus(num_features=32)"
@@ -155,6 +155,7 @@ def test_rows_of_the_batch(linear, layers):
     swap = torch.tensor([1, 0])
     assert differ(after(lambda cache: cache.reorder_cache(swap), more[swap]), whole[swap]) <= CLOSE
     assert differ(after(lambda cache: cache.batch_select_indices(torch.tensor([1])), more[1:]), whole[1:]) <= CLOSE
+    assert differ(after(lambda cache: cache.batch_select_indices(torch.tensor([-1])), more[1:]), whole[1:]) <= CLOSE
     mask = torch.tensor([False, True])
     assert differ(after(lambda cache: cache.batch_select_indices(mask), more[1:]), whole[1:]) <= CLOSE
     twice = after(lambda cache: cache.batch_repeat_interleave(2), more.repeat_interleave(2, 0))
@@ -188,6 +189,25 @@ def test_encoder_decoder(build, family):
     assert differ(torch.cat(parts, 1), whole) <= CLOSE
     assert all(isinstance(layer, StateLayer) for layer in cache.self_attention_cache.layers)
     assert cache.get_seq_length() == 7
+
+
+def test_caches_of_two_texts_are_forked_and_counted(build):
+    """Each continuation of a text alone; one cache in the place of two is refused with the words to write."""
+    model = build("bart", head="ForConditionalGeneration").double()
+    linearize_(model, method=FAVOR)
+    inputs = {"input_ids": ids(), "decoder_input_ids": ids(7)}
+    with torch.no_grad():
+        whole, pair = model(**inputs).logits, new_cache(model)
+        model(**{**inputs, "decoder_input_ids": ids(7)[:, :4]}, past_key_values=pair)
+        held, forks = pair.num_bytes, [pair.fork(), pair.fork()]
+        forks[1].batch_select_indices(torch.tensor([1]))
+        for rows, fork in ((slice(None), forks[0]), (slice(1, 2), forks[1]), (slice(None), pair)):
+            rest = {"input_ids": ids()[rows], "decoder_input_ids": ids(7)[rows, 4:]}
+            assert differ(model(**rest, past_key_values=fork).logits, whole[rows, 4:]) <= CLOSE
+    # A value, a sum and an exponent of each feature, and both layers' keys and values of the encoder's tokens.
+    assert held == 2 * 2 * 4 * (32 * (8 + 2) + 9 * (8 + 8)) * 8 == forks[0].num_bytes
+    with pytest.raises(ValueError, match=r"reads two texts.*write EncoderDecoderStates\(StateCache\(model\)"):
+        model(**inputs, past_key_values=StateCache(model))
 
 
 def test_a_missed_hand_over(linear, exact):

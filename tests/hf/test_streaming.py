@@ -10,7 +10,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from linattn.hf import LinearLMConfig, LinearLMForCausalLM, StateCache, StreamCache, linearize_, stream_tokens
+from architectures import ARCHITECTURES
+from linattn.hf import (
+    LinearLMConfig,
+    LinearLMForCausalLM,
+    StateCache,
+    StreamCache,
+    linearize_,
+    new_cache,
+    stream_tokens,
+)
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 KINDS = ("linear", "hybrid", "softmax llama", "linearized llama")
@@ -131,8 +140,22 @@ def test_refusals():
                 stream_tokens(model, prompt, **{name: value})
     with pytest.raises(ValueError, match=r"prompt must be \(B, L\) with at least one token, got \(1, 0\)"):
         stream_tokens(model, prompt[:, :0])
+    for other in (model_of("softmax llama").model, ARCHITECTURES["BART"].build()):
+        with pytest.raises(ValueError, match="does not go on with a text from its tokens alone; give a causal"):
+            stream_tokens(other, prompt)
     with pytest.raises(ValueError, match=r"is in training mode; call model.eval\(\) first"):
         stream_tokens(model.train(), prompt)
+
+
+@pytest.mark.parametrize("layers", [(), (0, 1), (2, 4)], ids=["softmax", "the encoder", "the decoder"])
+def test_a_new_cache_of_two_texts_is_that_of_generate(layers):
+    model, prompt = ARCHITECTURES["BART"].build(), torch.randint(3, 60, (2, 5))
+    if layers:
+        linearize_(model, method="FavorPlus(num_features=8)", layers=layers)
+    options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    wanted, cache = model.generate(prompt, **options), new_cache(model)
+    assert torch.equal(model.generate(prompt, **options, past_key_values=cache).sequences, wanted.sequences)
+    assert type(cache.self_attention_cache) is type(wanted.past_key_values.self_attention_cache)
 
 
 def test_chunks_of_a_prompt_are_told_as_they_are_read(monkeypatch):

@@ -12,7 +12,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    EncoderDecoderCache,
+    LinearAttentionCacheLayerMixin,
+)
 
 from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
@@ -22,6 +29,7 @@ from linattn.nn import Stream
 from linattn.softmax.row_groups import RowGroups
 
 S = TypeVar("S", State, Stream, MergedState)
+CacheKind = TypeVar("CacheKind", bound=Cache)
 
 
 class StatefulLayer(CacheLayerMixin, Generic[S]):
@@ -63,18 +71,20 @@ class StatefulLayer(CacheLayerMixin, Generic[S]):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the given rows of the batch: numbers, or a mask."""
-        if self.state is not None:
-            rows = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
-            self.state = self.state.select(rows.to(pytree.tree_leaves(self.state)[0].device))
+        """Keep the given rows of the batch: numbers, counted from the end where they are negative, or a mask."""
+        self._choose(lambda rows: rows[indices.to(rows.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
+        self._choose(lambda rows: rows.repeat_interleave(repeats))
+
+    def _choose(self, choice: Callable[[Tensor], Tensor]) -> None:
+        """Take the rows that are chosen from all of the batch, by their numbers."""
         if self.state is not None:
             # Tensors may be those of groups of rows.
             first = pytree.tree_leaves(self.state, is_leaf=lambda part: isinstance(part, RowGroups))[0]
             size = sum(map(len, first.rows)) if isinstance(first, RowGroups) else len(first)
-            StatefulLayer.batch_select_indices(self, torch.arange(size).repeat_interleave(repeats))
+            self.state = self.state.select(choice(torch.arange(size, device=pytree.tree_leaves(self.state)[0].device)))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: a sum does not say what it was before."""
@@ -207,14 +217,9 @@ class RecordingLayer(StatefulLayer[S]):
         self._calls = (*calls[:-1], calls[-1].without(count))
         self.state = self._calls[-1].state()
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the given rows of the batch; no call can be taken back afterwards."""
-        super().batch_select_indices(indices)
-        self._calls = ()
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of the batch; no call can be taken back afterwards."""
-        super().batch_repeat_interleave(repeats)
+    def _choose(self, choice: Callable[[Tensor], Tensor]) -> None:
+        """Take the rows that are chosen; no call can be taken back afterwards."""
+        super()._choose(choice)
         self._calls = ()
 
     def reset(self) -> None:
@@ -238,20 +243,16 @@ class ForkedCache(Cache):
 
     def fork(self) -> Self:
         """A cache that goes on from here by itself; recurrent layers alone are copied, the others share tensors."""
-        fork = copy(self)
-        # These change their tensors in place.
-        fork.layers = [(deepcopy if isinstance(x, LinearAttentionCacheLayerMixin) else copy)(x) for x in self.layers]
-        return fork
+        return forked(self)
 
 
 class TextCache(ForkedCache):
     """A cache some of whose layers hold states of a text, the others its keys and values."""
 
     def __init__(self, model: PreTrainedModel, replaced: Mapping[int, RecordingLayer[Any]]) -> None:
-        layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-        for place, layer in replaced.items():
-            layers[place] = layer
-        super().__init__(layers=layers)
+        layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+        # Assistants that leave a model early run its first layers alone.
+        super().__init__(layers=[replaced.get(place, layer) for place, layer in enumerate(layers)])
         # Layers that hold the model's own text; others hold another one, or pictures (Mllama).
         self._own_places = {part.cache_place for part in attention_modules(model)}
         self._live: Tensor | None = None  # (B, n), the last call's mask
@@ -307,6 +308,14 @@ class TextCache(ForkedCache):
         self._live = None
 
 
+def forked(cache: CacheKind) -> CacheKind:
+    """A cache that goes on from here by itself; recurrent layers alone are copied, the others share tensors."""
+    fork = copy(cache)
+    # These change their tensors in place.
+    fork.layers = [(deepcopy if isinstance(x, LinearAttentionCacheLayerMixin) else copy)(x) for x in cache.layers]
+    return fork
+
+
 def cache_bytes(cache: Cache) -> int:
     """Bytes of all tensors in the layers of a cache of transformers, or of linattn.
 
@@ -317,6 +326,8 @@ def cache_bytes(cache: Cache) -> int:
         >>> cache_bytes(cache)  # float32
         192
     """
+    if isinstance(cache, EncoderDecoderCache):
+        return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
     return sum(x.nbytes for x in pytree.tree_leaves([vars(layer) for layer in cache.layers]) if isinstance(x, Tensor))
 
 

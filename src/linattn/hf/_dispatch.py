@@ -122,6 +122,11 @@ def _check_caches(mask_name: str, mask_place: int, part: nn.Module, args: Any, o
     """Forward pre-hook of a model whose mask has a name and a place among its arguments."""
     for argument in (*args, *options.values()):
         cache = _of_text(argument)
+        if isinstance(argument, StateCache) and mask_name.startswith("decoder"):
+            raise ValueError(
+                f"{type(part).__name__} reads two texts, and was given the cache of its decoder's alone; write "
+                "EncoderDecoderStates(StateCache(model), DynamicCache())"
+            )
         if isinstance(cache, StateCache):
             if part.training and any(vars(each).get("gradient_checkpointing") for each in part.modules()):
                 raise ValueError(

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from torch import Tensor
 from transformers import EncoderDecoderCache, PreTrainedModel
 
 from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
-from linattn.hf._cache_layers import ForkedCache, Kernel, RecordingLayer, StatefulLayer, TextCache
+from linattn.hf._cache_layers import (
+    ForkedCache,
+    Kernel,
+    RecordingLayer,
+    StatefulLayer,
+    TextCache,
+    cache_bytes,
+    forked,
+)
 from linattn.hf._calls import InterfaceCall
 from linattn.hf.layer_attention import attention_of
 from linattn.nn import Stream
@@ -180,6 +188,15 @@ class EncoderDecoderStates(EncoderDecoderCache):
 
     Source: transformers' documentation, "Caching".
     """
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the layers of both caches hold."""
+        return cache_bytes(self)
+
+    def fork(self) -> Self:
+        """A pair that goes on from here by itself, as `fork` of its caches; they share tensors with these."""
+        return type(self)(forked(self.self_attention_cache), forked(self.cross_attention_cache))
 
     def check_dynamic_cache(self, method: str) -> None:
         """Nothing: linattn's caches have these methods too."""

@@ -17,7 +17,7 @@ from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.layer_attention import attention_of
 from linattn.hf.loading import LoadedModel, find_source, load, read_tokenizer
 from linattn.hf.saving import from_pretrained
-from linattn.hf.state_cache import StateCache, StreamCache
+from linattn.hf.state_cache import EncoderDecoderStates, StateCache, StreamCache
 
 # Tokens of a prompt that are read at once: memory does not grow with it.
 _CHUNK = 1024
@@ -61,7 +61,8 @@ def stream_tokens(
         An endless iterator over (B, 1) int64: the next token of each row.
 
     Raises:
-        ValueError: at the call: a model in training mode, an empty prompt, numbers out of range.
+        ValueError: at the call: a model in training mode, or that is no causal language model, an empty prompt, numbers
+            out of range.
 
     Example:
         >>> from itertools import islice
@@ -115,6 +116,11 @@ def _check(model: PreTrainedModel, prompt: Tensor, temperature: float, top_p: fl
     """Refuse what gives no text."""
     if model.training:
         raise ValueError(f"{type(model).__name__} is in training mode; call model.eval() first")
+    if model.config.is_encoder_decoder or not model.can_generate():
+        raise ValueError(
+            f"{type(model).__name__} does not go on with a text from its tokens alone; give a causal language model, "
+            "or call generate of a model that reads another text first"
+        )
     if prompt.ndim != 2 or not prompt.numel():
         raise ValueError(f"prompt must be (B, L) with at least one token, got {tuple(prompt.shape)}")
     if temperature != 0 and not _LEAST <= temperature <= _MOST:
@@ -131,10 +137,11 @@ def new_cache(model: PreTrainedModel) -> Cache:
 
     Returns:
         A `StreamCache` for a `LinearLMForCausalLM`; a `StateCache` for a linearized model, in which layers with a
-        sliding window keep the keys in it; transformers' `DynamicCache` for any other.
+        sliding window keep the keys in it; transformers' `DynamicCache` for any other; `EncoderDecoderStates` of these
+        for an encoder-decoder.
 
     Raises:
-        ValueError: if the model is linearized and not causal.
+        ValueError: if the model is linearized, not causal and no encoder-decoder.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -151,9 +158,12 @@ def new_cache(model: PreTrainedModel) -> Cache:
     """
     if isinstance(model, LinearLMForCausalLM):
         return StreamCache(len(model.model.blocks))
-    if any(attention_of(part.module) is not None for part in attention_modules(model)):
-        return StateCache(model)
-    return DynamicCache(config=model.config)
+    linear = [part for part in attention_modules(model) if attention_of(part.module) is not None]
+    if not model.config.is_encoder_decoder:
+        return StateCache(model) if linear else DynamicCache(config=model.config)
+    has_states = any(part.cache_place is not None for part in linear)
+    text_cache = StateCache(model) if has_states else DynamicCache(config=model.config)
+    return EncoderDecoderStates(text_cache, DynamicCache(config=model.config))
 
 
 class IncrementalDecoder:
