@@ -52,6 +52,11 @@ def test_options(model, options, words):
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_a_model_that_does_not_run_is_not_asked_for_an_example(build):
+    with pytest.raises(ValueError, match=r"Cannot handle batch sizes > 1.*generate without one$"):
+        BoundedCache(build("llama", head="ForSequenceClassification", pad_token_id=None))
+
+
 def test_what_is_no_config_or_model(model):
     with pytest.raises(TypeError, match=r"config must be a linattn\.MergedKV or None, got 'window 4'"):
         BoundedCache(model, config="window 4")

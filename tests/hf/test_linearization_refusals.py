@@ -7,7 +7,7 @@ import torch
 
 from linattn import MergedKV
 from linattn.feature_maps import EluPlusOne, FavorPlus, Relu
-from linattn.hf import intercept, linearize_, restore_
+from linattn.hf import BoundedCache, intercept, linearize_, restore_
 from linattn.hf.linearization import choose_layers
 from model_inputs import batch
 
@@ -76,6 +76,12 @@ def test_layers_with_a_window_are_left_unless_named(build):
         ({"method": FavorPlus(8, 16)}, TypeError, "got FavorPlus; write method=lambda head_dim"),
         ({"method": lambda head_dim: "Relu"}, TypeError, r"by a linattn.*FeatureMap or by a linattn.MergedKV, got str"),
         ({"method": lambda head_dim: MergedKV(4, 8), "window": 4}, ValueError, "has its own window, got window=4"),
+        (
+            {"method": lambda head_dim: FavorPlus(8, 16), "window": "4"},
+            TypeError,
+            "window must be an integer or None, got",
+        ),
+        ({"method": "EluPlusOne", "example": IDS}, TypeError, r"example must be a mapping .*'input_ids'.* got Tensor"),
         ({"method": lambda head_dim: Relu(4)}, ValueError, r"\(layer 0\) cannot attend by Relu.*head_dim=4"),
     ],
 )
@@ -134,6 +140,12 @@ def test_once_and_only_once(build, exact):
     restore_(model)
     with intercept(model, exact), pytest.raises(ValueError, match="being intercepted; leave the block"):
         linearize_(model, method="EluPlusOne")
+    language_model = build("llama")
+    # Before the first cache of a model and after.
+    for _ in range(2):
+        with intercept(language_model, exact), pytest.raises(ValueError, match="being intercepted; leave the block"):
+            BoundedCache(language_model)
+        BoundedCache(language_model)
 
 
 def test_softmax_layers_honour_what_kernels_cannot(build):

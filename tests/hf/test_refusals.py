@@ -55,12 +55,15 @@ def test_intercepting_twice(build, exact):
         pass
 
 
-def test_output_of_another_shape(build):
+@pytest.mark.parametrize(
+    ("handler", "words"), [(lambda call: call.value[..., :3], r"\(1, 4, 6, 3\)"), (lambda call: None, "NoneType")]
+)
+def test_output_of_another_shape_or_none(build, handler, words):
     model = build("bert")
     with (
-        pytest.raises(ValueError, match=r"returned \(1, 4, 6, 3\).*must return .*\(1, 4, 6, 8\)"),
+        pytest.raises(ValueError, match=rf"returned {words}.*must return .*\(1, 4, 6, 8\)"),
         torch.no_grad(),
-        intercept(model, lambda call: call.value[..., :3]),
+        intercept(model, handler),
     ):
         model(input_ids=IDS)
 

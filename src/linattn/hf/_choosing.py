@@ -12,9 +12,10 @@ from weakref import WeakKeyDictionary
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from linattn.hf._attention_modules import AttentionModule, attention_modules
+from linattn.hf._attention_modules import AttentionModule, attention_modules, parts_of
 from linattn.hf._calls import AskedMask
 from linattn.hf._probing import Probe, probe
+from linattn.hf.interception import NAME as INTERCEPTED
 from linattn.kv_cache import MergedKV
 from linattn.kv_cache.budget import Sizes
 from linattn.methods.method import Method
@@ -123,6 +124,12 @@ def _runnable_modules(model: PreTrainedModel, aim: str) -> list[AttentionModule]
     return modules
 
 
+def refuse_intercepted(model: PreTrainedModel) -> None:
+    """Refuse a model whose calls another function answers."""
+    if any(part.config._attn_implementation == INTERCEPTED for part in parts_of(model)):
+        raise ValueError(f"{type(model).__name__} is being intercepted; leave the block of `intercept` first")
+
+
 def _refusals(model: PreTrainedModel, parts: list[AttentionModule], probed: Probe, takes_sinks: bool) -> dict[int, str]:
     """Why layers cannot be replaced."""
     words = ((part.number, probed.objection(part, takes_sinks=takes_sinks)) for part in parts)
@@ -171,6 +178,7 @@ _PROBING = Lock()
 
 def cached_layers(model: PreTrainedModel) -> tuple[CachedLayer, ...]:
     """The layers of a model's cache, in order, learned from passes of a few tokens the first time."""
+    refuse_intercepted(model)
     parts = [(part.name, part.cache_place, part.window) for part in attention_modules(model)]
     shape = model.dtype, getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None), parts
     with _PROBING:

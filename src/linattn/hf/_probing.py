@@ -159,10 +159,10 @@ def probe(
                 calls.setdefault(module, []).extend(made)
             return Probe(calls, num_passes, tuple(inputs), *_run_with_cache(model, inputs, calls))
     origin = "inputs made for it" if example is None else "the example"
-    raise ValueError(
-        f"{type(model).__name__} does not run on {origin} ({'; '.join(errors)}); give example={{…}}, a mapping of "
-        "inputs that it runs on, to show what its layers ask for"
-    )
+    cure = "give example={…}, a mapping of inputs that it runs on, to show what its layers ask for"
+    if not has_pictures:
+        cure = "a BoundedCache is made for models that do; generate without one"
+    raise ValueError(f"{type(model).__name__} does not run on {origin} ({'; '.join(errors)}); {cure}")
 
 
 def _run(model: PreTrainedModel, inputs: Inputs) -> Calls | Exception:

@@ -95,10 +95,9 @@ class _Interception:
         mask = call.read_mask(name, num_keys)
         out = self.handler(AttentionCall(number, name, query, call.key, value, *mask, call.scale))
         wanted = (*query.shape[:-1], value.shape[-1])
-        if tuple(out.shape) != wanted:
-            raise ValueError(
-                f"the handler returned {tuple(out.shape)} for {name}; it must return (B, H, Lq, Dv) = {wanted}"
-            )
+        returned = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        if returned != wanted:
+            raise ValueError(f"the handler returned {returned} for {name}; it must return (B, H, Lq, Dv) = {wanted}")
         return by_token(out)
 
 

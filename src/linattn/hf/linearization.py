@@ -11,12 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from linattn.feature_maps import FEATURE_MAPS, FeatureMap, FittedMap
-from linattn.hf._attention_modules import AttentionModule, attention_modules, inner_model, parts_of, take_out, unwrapped
+from linattn.hf._attention_modules import AttentionModule, attention_modules, inner_model, take_out, unwrapped
 from linattn.hf._calls import SINKS
-from linattn.hf._choosing import choose, merged_alone, refuse_merged_decoder
+from linattn.hf._choosing import choose, merged_alone, refuse_intercepted, refuse_merged_decoder
 from linattn.hf._dispatch import NAME, UNDO, install, uninstall
 from linattn.hf.calibrating import Sample, calibrate_maps, first_sample
-from linattn.hf.interception import NAME as INTERCEPTED
 from linattn.hf.layer_attention import Attending, LayerAttention
 from linattn.kv_cache import MergedKV
 from linattn.methods.method import Method, parse_method
@@ -155,10 +154,13 @@ def linearize_(
     model = unwrapped(model)
     if is_linearized(model):
         raise ValueError(f"{type(model).__name__} is linearized already; call restore_(model) first")
-    if any(part.config._attn_implementation == INTERCEPTED for part in parts_of(model)):
-        raise ValueError(f"{type(model).__name__} is being intercepted; leave the block of `intercept` first")
+    refuse_intercepted(model)
     if isinstance(layers, int | str):
         raise ValueError(f"layers must be numbers of attention modules, as in [0, 2], or None for all, got {layers!r}")
+    if example is not None and not isinstance(example, Mapping):
+        raise TypeError(
+            f"example must be a mapping of the model's inputs, as {{'input_ids': …}}, got {type(example).__name__}"
+        )
     methods, layers = _methods(method), None if layers is None else list(layers)
     merged = merged_alone(model, layers, methods)
     take_out(model, NAME)
@@ -240,6 +242,8 @@ def is_linearized(model: nn.Module) -> bool:
 
 def _check_counts(method: object, window: object, num_layers: int) -> None:
     """Refuse options that do not go together."""
+    if isinstance(window, str):
+        raise TypeError(f"window must be an integer or None, got {window!r}; write window=32")
     for name, values in {"methods": method, "windows": window}.items():
         if isinstance(values, Sequence) and not isinstance(values, str) and len(values) != num_layers:
             raise ValueError(
