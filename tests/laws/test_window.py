@@ -12,7 +12,16 @@ from torch.utils import _pytree as pytree
 
 import linattn
 from damaged_states import read_again
-from grid import HEAD_DIM, NONNEGATIVE_MAPS, SOFTMAX_MAPS, build, qkv, relative_error, takes_statistics_from_the_call
+from grid import (
+    BACKENDS,
+    HEAD_DIM,
+    NONNEGATIVE_MAPS,
+    SOFTMAX_MAPS,
+    build,
+    qkv,
+    relative_error,
+    takes_statistics_from_the_call,
+)
 from linattn.feature_maps import Expansion, FavorPlus, FeatureMap, features
 
 # Every map that may have a window.
@@ -336,3 +345,26 @@ def test_the_reference_has_second_derivatives_beside_a_window(is_causal: bool) -
     leaves = [torch.randn(1, 1, 4, 2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     options = {"is_causal": is_causal, "window": 1, "backend": "reference"}
     assert torch.autograd.gradgradcheck(lambda *x: linattn.linear_attention(*x, feature_map, **options), leaves)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("seed", [1, 6])
+def test_a_part_beyond_a_narrow_dtype_leaves_rows_within_it(seed: int, is_causal: bool, backend: str) -> None:
+    """Weights of large keys have both signs: rows over far ones reach 1e5, and count nothing beside near ones."""
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (torch.randn(1, 2, 40, 4, generator=generator) for _ in range(3))
+    feature_map = Expansion(4, 3, order=1).fit(query, key)
+    narrow = [x.half() for x in (query, 300 * key, 1000 * value)]
+    options = {"is_causal": is_causal, "window": 2, "backend": backend}
+    wide = linattn.linear_attention(*(x.float() for x in narrow), feature_map, **options)
+    assert wide.abs().max() < torch.finfo(torch.float16).max
+    assert torch.equal(linattn.linear_attention(*narrow, feature_map, **options), wide.half())
+    if is_causal:
+        _, state = linattn.linear_attention_with_state(*narrow, feature_map, window=2, backend=backend)
+        state_wide = linattn.linear_attention_with_state(
+            *(x.float() for x in narrow), feature_map, window=2, backend=backend
+        ).state
+        found, truth = state.read(feature_map, narrow[0]), state_wide.read(feature_map, narrow[0].float())
+        finite = truth.out.abs() <= torch.finfo(torch.float16).max
+        assert torch.equal(found.out[finite], truth.out.half()[finite])

@@ -308,4 +308,4 @@ def _attend(
         if window is None:
             return *backend.attend(call, before), None
         keys = None if state is None else state.window
-        return attend_with_window(call.weighed(), backend, window, before, keys, is_stream=is_stream)
+        return attend_with_window(call.weighed(is_part=True), backend, window, before, keys, is_stream=is_stream)

@@ -228,7 +228,8 @@ class State(Restored):
         grouped: Tensor = query.unflatten(1, (heads, -1))
         with outside_autocast(query.device):
             # Backends are asked about a call: one with no keys but the state's.
-            call = Call.causal(feature_map, grouped, query[:, :heads, :0], query[:, :heads, :0]).weighed()
+            call = Call.causal(feature_map, grouped, query[:, :heads, :0], query[:, :heads, :0])
+            call = call.weighed(is_part=self.window is not None)
             part = as_partial(call, choose("auto", call).read(call, self._relative_sums))
             if self.window is not None:
                 part = combine(attend_to_all(call.query, self.window.tokens(), feature_map.scale), part)

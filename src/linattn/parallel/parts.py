@@ -250,7 +250,7 @@ def attend_both_ways(
     # As many rows as keys; those of the tokens around the part are dropped.
     query = torch.nn.functional.pad(query, (0, 0, num_before, key.shape[2] - num_before - length))
     query = query.unflatten(1, (key.shape[1], -1))
-    call = Call.causal(feature_map, query, key, value, view.bias).weighed()
+    call = Call.causal(feature_map, query, key, value, view.bias).weighed(is_part=True)
     with outside_autocast(key.device):
         partial = combine(*attend_around(call, choose(backend, call), window, (before.sums, after.sums)))
     return partial.out.flatten(1, 2)[:, :, num_before : num_before + length].to(value.dtype)

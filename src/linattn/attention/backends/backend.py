@@ -62,10 +62,14 @@ class Call(NamedTuple):
         """A causal call, of which a map takes no statistics."""
         return cls(bind(feature_map, key, key, is_causal=True)[0], query, key, value, bias, is_causal=True)
 
-    def weighed(self) -> Call:
-        """Widen half-precision queries that have weights: gradients through those and through features may cancel."""
+    def weighed(self, *, is_part: bool = False) -> Call:
+        """Widen half-precision queries that have weights: gradients through those and through features may cancel.
+
+        Of a part of the keys rows of such maps may be beyond a narrow dtype, where those of all keys are not.
+        """
         query, dtype = self.query, accumulation_dtype(self.query.dtype)
-        if query.dtype == dtype or not is_followed(query) or self.bound.query_log_weight(query[..., :0, :]) is None:
+        is_wide_enough = query.dtype == dtype or not (is_part or is_followed(query))
+        if is_wide_enough or self.bound.query_log_weight(query[..., :0, :]) is None:
             return self
         return self._replace(query=query.to(dtype))
 
