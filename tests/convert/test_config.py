@@ -25,6 +25,17 @@ def test_other_numbers(name, value):
         ConvertConfig(**{name: value})
 
 
+@pytest.mark.parametrize(
+    "name", ["num_features", "num_tokens", "min_tokens", "adapter_rank", "batch_size", "seed", "texts", "layers"]
+)
+def test_what_is_no_integer_or_one_for_several(name):
+    values = {"texts": ["abc"], "layers": ["0", 1]}.get(name, [2.5, True])
+    words = "must be several, got" if name in ("texts", "layers") else "must be an integer, got"
+    for value in values:
+        with pytest.raises(TypeError, match=f"{name} {words}"):
+            ConvertConfig(**{name: value})
+
+
 @pytest.mark.parametrize("value", [0, -1, 17])
 def test_the_shortest_text_is_no_longer_than_the_longest(value):
     with pytest.raises(ValueError, match=rf"min_tokens must lie in \[1, num_tokens=16\], got {value}"):

@@ -352,6 +352,31 @@ def test_models_and_texts_that_cannot_be_used(build, batches, tokenizer, paragra
     assert is_linearized(linear)
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda batch: batch["input_ids"], TypeError, "batch 9 is or holds Tensor"),
+        (lambda batch: {**batch, "use_cache": True}, TypeError, r"batch 9 is or holds \['use_cache'\]"),
+        (lambda batch: {**batch, "labels": batch["input_ids"]}, ValueError, "batch 9 holds labels"),
+    ],
+)
+def test_batches_that_are_none(build, batches, change, error, words):
+    """Told before anything is computed."""
+    changed = [change(batch) if number == 9 else batch for number, batch in enumerate(batches)]
+    with pytest.raises(error, match=words):
+        convert_(build("bert"), changed, CONFIG)
+
+
+def test_the_model_within_a_compiled_one_and_a_folder_that_is_named(build, batches, tmp_path):
+    model, config = build("bert"), ConvertConfig("Taylor(order=1)", minutes=0)
+    made = convert_(torch.compile(model, backend="eager"), batches, config, work=str(tmp_path / "work"))
+    assert made == convert_(build("bert"), batches, config)
+    assert is_linearized(model)
+    assert (tmp_path / "work").is_dir()
+    with pytest.raises(TypeError, match="a transformers model is wanted, got NoneType"):
+        convert_(None, batches, config)
+
+
 def test_a_method_for_each_layer(build, batches):
     model, labels = build("bert"), ("Taylor(order=1)", "FavorPlus(num_features=8)")
     found = convert_(model, batches, ConvertConfig(labels, minutes=0))

@@ -37,6 +37,7 @@ class ConvertConfig:
         seed: of the draws and of the order of texts.
 
     Raises:
+        TypeError: if a number is no integer that has to be one, or `texts` or `layers` are not several.
         ValueError: if `feature_map` names no map, as merged keys, which need no training; a number is not positive
             (`minutes`, `seed`: negative) or not finite, or adapters come without distillation.
 
@@ -87,6 +88,17 @@ class ConvertConfig:
                 f"adapter_rank must be 1 or more, of weights that are distilled, got {self.adapter_rank} with "
                 f"distil={self.distil}; leave it out to train all weights"
             )
+        self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        """Refuse numbers that are no integers, and one thing in the place of several."""
+        for name in ("num_features", "num_tokens", "min_tokens", "adapter_rank", "batch_size", "seed"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+        for name, kinds in (("texts", str), ("layers", int | str)):
+            if isinstance(value := getattr(self, name), kinds):
+                raise TypeError(f"{name} must be several, got {type(value).__name__}; write {name}=(…,)")
 
     def _check_methods(self) -> None:
         """Refuse methods without a map."""

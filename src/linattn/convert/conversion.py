@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,9 +16,10 @@ import linattn
 from linattn.convert.config import ConvertConfig
 from linattn.convert.course import Conversion, Course
 from linattn.convert.running import Batch, check_shared
-from linattn.convert.samples import Samples, from_batches, from_texts
+from linattn.convert.samples import Samples, checked, from_batches, from_texts
 from linattn.convert.stages import Measured, in_silence
 from linattn.hf import is_linearized
+from linattn.hf._attention_modules import unwrapped
 from linattn.hf.linearization import choose_layers
 from linattn.methods.method import Method, together
 from linattn.processes import Processes
@@ -29,7 +31,7 @@ def convert_(
     tokenizer_or_batches: PreTrainedTokenizerBase | Iterable[Batch],
     config: ConvertConfig,
     *,
-    work: Path | None = None,
+    work: str | os.PathLike[str] | None = None,
     notify: Notify | None = None,
     measured: Measured | None = None,
 ) -> Conversion:
@@ -49,10 +51,11 @@ def convert_(
     texts. In `work` two checkpoints of each training, each as large as three to four models.
 
     Args:
-        model: any model that `linattn.hf.linearize_` takes and that gives hidden states, in float32. It is left in
-            evaluation mode and without gradients; weights that require none are not trained, and stay so.
+        model: any model that `linattn.hf.linearize_` takes and that gives hidden states, in float32; of a compiled or
+            adapted one (PEFT) the model within. It is left in evaluation mode and without gradients; weights that
+            require none are not trained, and stay so.
         tokenizer_or_batches: the model's tokenizer, which then reads `config.texts`; or batches, each the keyword
-            arguments of a forward pass.
+            arguments of a forward pass, tensors without labels.
         config: what to do.
         work: a folder for checkpoints and TensorBoard curves, of one conversion at a time. If it holds a conversion
             that was cut off, this one goes on from its last whole checkpoint. None keeps everything in memory.
@@ -64,6 +67,7 @@ def convert_(
         A `Conversion`, the same in all processes. Ctrl-C during training ends it early.
 
     Raises:
+        TypeError: if the model is none of transformers, or a batch no mapping to tensors.
         ValueError: if the model, its dtype or the method cannot be used, the texts are too short, the processes do not
             divide a step's texts, or `work` holds another conversion, or nothing but damaged checkpoints of a training.
         OSError: if `work` cannot be written, or another process works in it (`linattn.records.locks.InUseError`).
@@ -82,14 +86,14 @@ def convert_(
     Source: Kasai et al. 2021 (arXiv 2103.13076) for swapping and training on; Zhang et al. 2024 (arXiv 2402.04347) for
         attention transfer.
     """
-    methods = config.methods
+    model, methods = unwrapped(model), config.methods
     _check(model, config, methods)
     samples = _samples(model, tokenizer_or_batches, config)
     # The first process writes for all.
-    work = work if Processes.of_this_run().is_first else None
-    with alone_in(work):
+    place = Path(work) if work is not None and Processes.of_this_run().is_first else None
+    with alone_in(place):
         folder = (
-            None if work is None else WorkFolder(work, _identity(model, methods, config, samples), kind="conversion")
+            None if place is None else WorkFolder(place, _identity(model, methods, config, samples), kind="conversion")
         )
         modes = [(module, module.training) for module in model.modules()]
         model.train(False)
@@ -151,7 +155,7 @@ def _samples(
         )
     if config.texts:
         raise ValueError("both batches and texts were given; give a tokenizer for the texts, or the batches alone")
-    batches = list(tokenizer_or_batches)
+    batches = checked(tokenizer_or_batches)
     check_shared(batches, Processes.of_this_run())
     return from_batches(batches, seed=config.seed)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, TypeVar
@@ -79,6 +79,26 @@ def from_texts(
         held_out=tuple(wrapped(d) for d in _spread(held_out, _MOST_HELD_OUT)),
         digest=_digest([{"input_ids": stream}, *({"input_ids": d} for d in held_out + validation)]),
     )
+
+
+def checked(batches: Iterable[Batch]) -> list[Batch]:
+    """All batches, each a mapping to tensors without labels, or an error that says which is not."""
+    samples = list(batches)
+    for number, batch in enumerate(samples):
+        name: Any = type(batch).__name__
+        if isinstance(batch, Mapping):
+            name = [name for name, x in batch.items() if not isinstance(x, Tensor)]
+        if name:
+            raise TypeError(
+                f"batches must be mappings of the model's inputs to tensors, as {{'input_ids': …}}, and batch {number} "
+                f"is or holds {name}; leave out what is no tensor"
+            )
+        if "labels" in batch:
+            raise ValueError(
+                f"batch {number} holds labels, with which a model's first output is a loss; leave them out: a "
+                "conversion learns from the model's own outputs"
+            )
+    return samples
 
 
 def from_batches(batches: Sequence[Batch], *, seed: int) -> Samples:
