@@ -278,6 +278,12 @@ def test_wrong_calls_are_refused() -> None:
     made, words = model(), text(1, 4)
     with pytest.raises(TypeError, match=r"must be a linattn.hf.StreamCache, got DynamicCache"):
         made(words, past_key_values=DynamicCache())
+    number = len(made.model.blocks)
+    for other in (number - 1, number + 1):
+        with pytest.raises(
+            ValueError, match=rf"has {other} layers and the model {number} .*give StreamCache\({number}\)"
+        ):
+            made(words, past_key_values=StreamCache(other))
     for mask in (torch.ones(1, 3), torch.ones(2, 4), torch.ones(1, 1, 4, 4)):
         with pytest.raises(ValueError, match="a kernel masks keys, not single pairs"):
             made(words, attention_mask=mask)

@@ -99,6 +99,11 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
             raise TypeError(
                 f"past_key_values must be a linattn.hf.StreamCache, got {type(cache).__name__}; or leave it out"
             )
+        if cache is not None and len(cache) != len(self.model.blocks):
+            raise ValueError(
+                f"the StreamCache has {len(cache)} layers and the model {len(self.model.blocks)} blocks; give "
+                f"StreamCache({len(self.model.blocks)})"
+            )
         key_mask = _key_mask(input_ids, attention_mask, 0 if cache is None else cache.get_seq_length())
         is_cached = self.config.use_cache and not self.training if use_cache is None else use_cache
         if cache is None and is_cached and labels is None:

@@ -132,8 +132,7 @@ class StateCache(TextCache):
     that ends by an error leaves it between two tokens, and the next call refuses it: go on from a fork.
 
     An encoder-decoder takes it for its self-attention: `EncoderDecoderStates(StateCache(model), DynamicCache())`. A
-    pass that records gradients keeps the graph alive through the states. Whisper's `generate` with
-    return_dict_in_generate takes the keys of its cache apart, of which there are none here: pass it an ordinary cache.
+    pass that records gradients keeps the graph alive through the states.
 
     Args:
         model: a linearized model; the cache serves it and copies of it.
@@ -175,7 +174,8 @@ class EncoderDecoderStates(EncoderDecoderCache):
     """The caches of an encoder-decoder: a `BoundedCache` or a `StateCache` of its own text, and one of the encoder's.
 
     As transformers' `EncoderDecoderCache`, which refuses to take tokens back, or to choose rows, in other caches than a
-    `DynamicCache`: assistants and prompt lookup do.
+    `DynamicCache`: assistants and prompt lookup do. Whisper's `generate` with return_dict_in_generate takes the keys of
+    its cache apart, of which there are none here: pass it an ordinary cache.
 
     Example:
         >>> from transformers import BartConfig, BartForConditionalGeneration, DynamicCache
