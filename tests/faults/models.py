@@ -36,8 +36,8 @@ FAULTS = (
     Fault(
         "keep every row of a cache of states",
         "hf/_cache_layers.py",
-        "self.state.select(rows.to(pytree.tree_leaves(self.state)[0].device))",
-        "self.state",
+        "rows[indices.to(rows.device)]",
+        "rows",
         "tests/hf/test_state_cache.py",
     ),
     Fault(

@@ -137,7 +137,7 @@ FAULTS = (
     Fault(
         "stream a linearized model with keys for a cache",
         "hf/streaming.py",
-        "        return StateCache(model)\n",
+        "        return StateCache(model) if linear else DynamicCache(config=model.config)\n",
         "        return DynamicCache(config=model.config)\n",
         "tests/cli/test_generate.py",
     ),
