@@ -8,6 +8,7 @@ import torch
 import linattn
 from grid import qkv
 from linattn import MergedKV
+from linattn.kv_cache.keys import MergedKeys
 
 
 @pytest.mark.parametrize("bits", [None, 4])
@@ -43,3 +44,10 @@ def test_rows_that_a_state_does_not_have_are_refused() -> None:
             state.select([0])
         with pytest.raises(TypeError, match=r"query must be a floating tensor, got torch\.int64"):
             state.read(tokens[0].long())
+
+
+def test_a_state_of_no_heads_is_not_read() -> None:
+    tokens = [x[:, :0] for x in qkv(num_queries=6, num_keys=6)]
+    empty = linattn.MergedState(MergedKeys.empty(MergedKV(4, 8, bits=None), *tokens[1:]))
+    with pytest.raises(ValueError, match="a multiple of 0 heads"):
+        empty.read(tokens[0])

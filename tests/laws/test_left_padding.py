@@ -257,3 +257,19 @@ def test_groups_of_two_settings_are_refused(kind: str) -> None:
     wrong = RowGroups(groups.rows, (dataclasses.replace(first, **change), *others))
     with pytest.raises(ValueError, match=r"one (width|config)"):
         dataclasses.replace(state, **{field: wrong}).select(torch.tensor([0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_wait_for_their_first_token_are_chosen_in_a_graph(kind: str) -> None:
+    """A call of no tokens leaves one group of all rows, whose numbers a graph does not know."""
+    given, attend = [x.nan_to_num() for x in padded()[0]], KINDS[kind]
+    none = [x[:, :, :0] for x in given]
+
+    def chosen(indices: Tensor, *rest: Tensor) -> Tensor:
+        _, state = attend.stream(*none, state=None)
+        return attend.stream(*rest, state=state.select(indices))[0]
+
+    order, rest = torch.tensor([2, 0, 0]), [x[[2, 0, 0]] for x in given]
+    torch._dynamo.reset()
+    found = torch.compile(chosen, fullgraph=True, backend="eager")(order, *rest)
+    torch.testing.assert_close(found, streamed(attend, rest, None, ())[0], rtol=1e-10, atol=1e-10)

@@ -175,3 +175,12 @@ def test_gradients_of_a_decay_by_minus_infinity_are_finite() -> None:
     linattn.linear_attention_with_state(query, key, value, feature_map, state.decay(factor)).out.sum().backward()
     assert bool(factor.grad.isfinite().all())
     assert factor.grad[0, 0] == 0
+
+
+def test_a_state_of_no_heads_is_not_read() -> None:
+    feature_map, _ = STREAMS["map"]
+    whole = linattn.linear_attention_with_state(*tokens(), feature_map).state
+    none = dataclasses.replace(whole, S=whole.S[:, :0], z=whole.z[:, :0], m=whole.m[:, :0])
+    for query in (tokens(1)[0], tokens(1)[0][:, :0]):
+        with pytest.raises(ValueError, match=r"a multiple of 0 heads"):
+            none.read(feature_map, query)

@@ -217,7 +217,7 @@ class State(Restored):
         self.check_tensors(feature_map, head_dim)
         batch, heads = self.S.shape[:2]
         fits = query.ndim == 4 and query.shape[0] == batch and query.shape[-1] == head_dim
-        if not fits or query.shape[1] % heads:
+        if not fits or not heads or query.shape[1] % heads:
             raise ValueError(
                 f"query must be (B={batch}, a multiple of {heads} heads, L, D={head_dim}), got {tuple(query.shape)}"
             )
@@ -239,7 +239,7 @@ class State(Restored):
         """The rows `indices` (1-D integer tensor) of the batch, in that order: beams, forks, compaction."""
         check_indices(indices)
         self.check_tensors()
-        groups = self.window.select(indices.tolist()) if isinstance(self.window, RowGroups) else None
+        groups = self.window.select(indices) if isinstance(self.window, RowGroups) else None
         return self._each(lambda x: x.index_select(0, indices), groups)
 
     def detach(self) -> State:

@@ -84,7 +84,7 @@ class MergedState(Restored):
         self._check_whole()
         sizes = checked_sizes(self.keys)
         fits = query.ndim == 4 and query.shape[0] == sizes.batch and query.shape[-1] == sizes.head_dim
-        if not fits or query.shape[1] % sizes.heads or query.device != sizes.device:
+        if not fits or not sizes.heads or query.shape[1] % sizes.heads or query.device != sizes.device:
             raise ValueError(
                 f"query must be (B={sizes.batch}, a multiple of {sizes.heads} heads, L, D={sizes.head_dim}) on "
                 f"{sizes.device}, got {tuple(query.shape)} on {query.device}"
@@ -98,7 +98,7 @@ class MergedState(Restored):
         check_indices(indices)
         self._check_whole()
         if isinstance(self.keys, RowGroups):
-            return MergedState(self.keys.select(indices.tolist())).known_to_fit(self._fits)
+            return MergedState(self.keys.select(indices)).known_to_fit(self._fits)
         return self._each(lambda x: x.index_select(0, indices))
 
     def detach(self) -> MergedState:

@@ -63,15 +63,19 @@ class RowGroups(Generic[K]):
         """Apply a change to every tensor."""
         return RowGroups(self.rows, tuple(keys.each(change) for keys in self.keys))
 
-    def select(self, indices: Sequence[int]) -> K | RowGroups[K]:
+    def select(self, indices: Tensor) -> K | RowGroups[K]:
         """The rows of these numbers, in that order."""
-        number, groups = sum(map(len, self.rows)), []
-        if not all(0 <= row < number for row in indices):
-            raise IndexError(f"indices must lie in [0, {number}), the rows of the state, got {list(indices)}")
+        if len(self.rows) == 1:
+            # All rows in order: no number has to be looked at, which a graph does not know.
+            chosen = self.keys[0].each(lambda x: x.index_select(0, indices))
+            return RowGroups.joined([(tuple(range(len(indices))), chosen)])
+        number, groups, chosen_rows = sum(map(len, self.rows)), [], indices.tolist()
+        if not all(0 <= row < number for row in chosen_rows):
+            raise IndexError(f"indices must lie in [0, {number}), the rows of the state, got {chosen_rows}")
         for rows, keys in zip(self.rows, self.keys, strict=True):
             place = {row: number for number, row in enumerate(rows)}
-            chosen = tuple(new for new, row in enumerate(indices) if row in place)
-            groups.append((chosen, rows_of(keys, [place[indices[new]] for new in chosen])))
+            places = tuple(new for new, row in enumerate(chosen_rows) if row in place)
+            groups.append((places, rows_of(keys, [place[chosen_rows[new]] for new in places])))
         return RowGroups.joined([group for group in groups if group[0]] or groups[:1])
 
 
