@@ -292,8 +292,8 @@ FAULTS = (
     Fault(
         "select rows of a group by their numbers in the batch",
         ROW_GROUPS,
-        "[place[indices[new]] for new in chosen]",
-        "[indices[new] % len(rows) for new in chosen]",
+        "[place[chosen_rows[new]] for new in places]",
+        "[chosen_rows[new] % len(rows) for new in places]",
         LEFT_PADDING_LAWS,
     ),
     Fault(
