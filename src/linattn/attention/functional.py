@@ -186,7 +186,7 @@ def linear_attention_with_state(
         state: what was seen before, from an earlier call or `State`; None is the empty one. It is not changed.
         key_mask, key_bias, enable_gqa, backend: as in `linear_attention`; masked keys do not enter the state.
         window: as in `linear_attention`, the same for all calls of a stream, wherever it is cut: the state keeps the
-            keys of the window's last two blocks, in memory with room for one block more.
+            keys of the window's last two blocks, in memory with space for one block more.
         attn_mask, dropout_p: SDPA's; another value than its default is refused, with what to give in its place.
 
     Returns:

@@ -18,16 +18,16 @@ from linattn.softmax.tracing import has_values, is_followed
 _MOST = 2**31
 
 
-class Room(NamedTuple):
-    """Memory with places after a stream's tokens; each place is written once, by who first goes on from there."""
+class KeyBuffer(NamedTuple):
+    """Memory with places after a stream's tokens; each is written once, by the first stream that continues there."""
 
     key: Tensor  # (B, H, n, D)
     value: Tensor  # (B, H, n, Dv)
     stop: int  # how many of the n places this stream has taken
     free: dict[int, bool]  # the first place that no stream has taken
 
-    def then(self, tokens: Tokens) -> Room | None:
-        """The room with more tokens, or None where they have no place in it or memory may not be written."""
+    def then(self, tokens: Tokens) -> KeyBuffer | None:
+        """The buffer with more tokens, or None where they have no place in it or it may not be written."""
         stop, memory = self.stop + tokens.key.shape[2], (self.key, self.value)
         if (
             stop > self.key.shape[2]
@@ -58,7 +58,7 @@ class WindowKeys(Restored):
 
     recent: Tokens  # those of the block before the current one and of the current one, at most 2w
     width: int  # w
-    room: Room | None = field(default=None, repr=False)  # what keys and values lie in, no part of the value
+    buffer: KeyBuffer | None = field(default=None, repr=False)  # what keys and values lie in, no part of the value
 
     @classmethod
     def empty(cls, width: int, key: Tensor, value: Tensor) -> WindowKeys:
@@ -68,7 +68,7 @@ class WindowKeys(Restored):
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields that files and copies hold, without memory around the keys."""
-        recent = self.recent if self.room is None else Tokens(*(x.clone() for x in self.recent))
+        recent = self.recent if self.buffer is None else Tokens(*(x.clone() for x in self.recent))
         return {"recent": recent, "width": self.width}
 
     def tokens(self) -> Tokens:
@@ -76,21 +76,22 @@ class WindowKeys(Restored):
         return self.recent
 
     def then(self, tokens: Tokens) -> WindowKeys:
-        """The keys and later ones, beside each other in memory where there is room."""
-        room, (number, more) = self.room and self.room.then(tokens), (x.bias.shape[2] for x in (self.recent, tokens))
-        if not room and more <= min(number, self.width):
+        """The keys and later ones, in the same buffer where it has places."""
+        number, more = (x.bias.shape[2] for x in (self.recent, tokens))
+        buffer = self.buffer and self.buffer.then(tokens)
+        if not buffer and more <= min(number, self.width):
             places = number + min(number, self.width)
             key, value = (x.new_empty(*x.shape[:2], places, x.shape[3]) for x in self.recent[:2])
-            room = Room(key, value, 0, {0: True}).then(self.recent)
-            room = room and room.then(tokens)
-        if not room:
+            buffer = KeyBuffer(key, value, 0, {0: True}).then(self.recent)
+            buffer = buffer and buffer.then(tokens)
+        if not buffer:
             return WindowKeys(self.recent.then(tokens), self.width)
-        return WindowKeys(room.latest(torch.cat([self.recent.bias, tokens.bias], 2)), self.width, room)
+        return WindowKeys(buffer.latest(torch.cat([self.recent.bias, tokens.bias], 2)), self.width, buffer)
 
     def without(self, leaving: int) -> WindowKeys:
         """All but the first ones, in memory that holds no others of the call."""
         recent = self.recent.cut(leaving, self.recent.bias.shape[2])
-        return replace(self, recent=recent if self.room else Tokens(*(x.clone() for x in recent)))
+        return replace(self, recent=recent if self.buffer else Tokens(*(x.clone() for x in recent)))
 
     def decay(self, log_factor: Tensor) -> WindowKeys:
         """All weights times exp(log_factor), (B or 1, H or 1); by -inf the keys are masked."""

@@ -1,4 +1,4 @@
-"""A stream with a window writes its keys into memory with room for later ones: states stay values all the same."""
+"""A stream with a window writes its keys into a buffer with places for later ones: states stay values all the same."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from linattn.feature_maps import FavorPlus
 
 HEADS, HEAD_DIM, WINDOW = 2, 4, 8
 MAP = FavorPlus(HEAD_DIM, 8)
-# Beyond two blocks, so that keys have left; the room that is made first is full after as many again.
+# Beyond two blocks, so that keys have left; the buffer that is made first is full after as many again.
 LENGTH = 5 * WINDOW + 3
-# States with room for a few tokens more, at the beginning of a stream and later.
+# States with a buffer for a few tokens more, at the beginning of a stream and later.
 PLACES = (3, WINDOW, 2 * WINDOW, 3 * WINDOW + 5)
 
 attend = partial(linattn.linear_attention_with_state, feature_map=MAP, window=WINDOW, backend="blocked")
@@ -52,9 +52,9 @@ def stepped(inputs: list[Tensor], state: State | None = None) -> tuple[Tensor, S
 
 
 def fresh(state: State) -> State:
-    """A state of the same numbers with no room around its keys."""
+    """A state of the same numbers with no buffer around its keys."""
     found: State = copy.deepcopy(state)
-    assert found.window.room is None
+    assert found.window.buffer is None
     return found
 
 
@@ -66,7 +66,7 @@ def assert_alike(first: State, second: State) -> None:
 
 def test_a_token_moves_no_key_but_where_its_room_ends() -> None:
     _, state = stepped(tokens(0, 2 * WINDOW))
-    memory = [state.window.room.key.data_ptr()]
+    memory = [state.window.buffer.key.data_ptr()]
     for place in range(8 * WINDOW):
         _, state = stepped(tokens(place, 1), state)
         memory.append(state.window.recent.key.untyped_storage().data_ptr())
@@ -143,8 +143,8 @@ def test_files_and_copies_hold_the_keys_alone(place: int) -> None:
 def test_what_a_file_calls_room_is_not_taken() -> None:
     _, state = stepped(tokens(0, 3))
     window = copy.copy(state.window)
-    window.__setstate__({"recent": state.window.recent, "width": WINDOW, "room": ("no", "memory", 3, {3: True})})
-    assert window.room is None
+    window.__setstate__({"recent": state.window.recent, "width": WINDOW, "buffer": ("no", "memory", 3, {3: True})})
+    assert window.buffer is None
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -162,7 +162,7 @@ def test_later_tokens_leave_what_a_backward_pass_has_saved(place: int) -> None:
     assert torch.equal(*grads)
 
 
-def test_gradients_go_through_a_stream_with_room() -> None:
+def test_gradients_go_through_a_stream_with_a_buffer() -> None:
     with torch.no_grad():
         _, state = stepped(tokens(0, PLACES[-1]))
     inputs = [[x.requires_grad_() for x in tokens(1, 3)] for _ in range(2)]
@@ -193,9 +193,9 @@ def test_wider_tokens_after_narrow_ones_keep_their_digits() -> None:
 
 
 @pytest.mark.parametrize("way", ["compiled", "exported"])
-def test_a_graph_of_a_step_writes_into_no_room(way: str) -> None:
+def test_a_graph_of_a_step_writes_into_no_buffer(way: str) -> None:
     _, state = stepped(tokens(0, 3))
-    inputs, kept = tuple(tokens(1, 1)), dict(state.window.room.free)
+    inputs, kept = tuple(tokens(1, 1)), dict(state.window.buffer.free)
     wanted = attend(*inputs, state=fresh(state)).out
 
     class Step(torch.nn.Module):
@@ -209,4 +209,4 @@ def test_a_graph_of_a_step_writes_into_no_room(way: str) -> None:
         graph = torch.export.export(Step(), inputs, {"state": state}).module()
     for _ in range(2):
         torch.testing.assert_close(graph(*inputs, state=state), wanted)
-    assert state.window.room.free == kept
+    assert state.window.buffer.free == kept
