@@ -164,7 +164,7 @@ FAULTS = (
     Fault(
         "write the places after a stream's keys into its file",
         "attention/window/keys.py",
-        "if self.room is None else",
+        "if self.buffer is None else",
         "if True else",
         "tests/laws/test_window_buffer.py",
     ),
