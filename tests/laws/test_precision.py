@@ -39,11 +39,12 @@ def test_autocast_changes_nothing(case: Case) -> None:
     assert torch.equal(plain, cast)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("map_name", ["FavorPlus", "Expansion"])
-def test_autocast_changes_no_window(map_name: str, is_causal: bool) -> None:
+def test_autocast_changes_no_window(map_name: str, is_causal: bool, backend: str) -> None:
     query, key, value = qkv(heads=2, dtype=torch.float32)
-    feature_map, options = build(map_name), {"window": 4}
+    feature_map, options = build(map_name), {"window": 4, "backend": backend}
 
     def everything() -> list[torch.Tensor]:
         out = linattn.linear_attention(query, key, value, feature_map, is_causal=is_causal, **options)
