@@ -17,7 +17,9 @@ import layers
 import linattn
 from grid import CAUSAL_MAPS, MAPS, build, qkv, tokens
 from linattn import MergedKV, positions
+from linattn.kv_cache.coded_tokens import CodedTokens
 from linattn.softmax import checking, precision
+from linattn.softmax.tokens import Tokens
 
 # A device type that every build of torch can name, and none has.
 ELSEWHERE = "lazy"
@@ -113,6 +115,27 @@ def test_streams_of_merged_keys(config: MergedKV) -> None:
         return first, later, last, last.tokens(), last.read(query)
 
     stays_there(attend, masked()[:4])
+
+
+@pytest.mark.parametrize(("device", "most"), [("cpu", 256), (f"{ELSEWHERE}:0", 1000)])
+def test_codes_are_read_a_piece_at_a_time_on_a_cpu_alone(
+    device: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token starts several dozen operations for each piece, as long as it takes to run them on a GPU."""
+    pieces, decoded = [], CodedTokens.decoded
+
+    def counted(coded: CodedTokens) -> Tokens:
+        pieces.append(coded.bias.shape[2])
+        return decoded(coded)
+
+    config, size = MergedKV(4, 0, coded=((1000, 4),)), (1, 32, 1024, 64)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        query, key, value = (torch.empty(size, device=device) for _ in range(3))
+        state = linattn.merged_attention_with_state(query, key, value, config, backend="torch").state
+        monkeypatch.setattr(CodedTokens, "decoded", counted)
+        token = [x[:, :, :1] for x in (query, key, value)]
+        linattn.merged_attention_with_state(*token, config, state, backend="torch")
+    assert max(pieces) == most
 
 
 @pytest.mark.parametrize("config", [MergedKV(None, 6, bits=None), MergedKV(7, 20, bits=None)], ids=str)

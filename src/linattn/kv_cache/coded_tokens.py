@@ -18,8 +18,9 @@ from linattn.softmax.partial import Partial, combine
 from linattn.softmax.tokens import Tokens
 from linattn.softmax.weighted import read
 
-# Numbers that are decoded at once, of some tokens at least.
-_PIECE, _FEWEST = 2**18, 256
+# Numbers that are decoded at once, of some tokens at least: as many as a processor's cache holds, or as take far longer
+# than to start the operations on them, of which each piece has about a hundred.
+_CPU_PIECE, _GPU_PIECE, _FEWEST = 2**18, 2**24, 256
 # Numbers of a vector at most: what a processor has not is not used.
 _WIDEST = 16
 # Multiplications from which a second thread is worth its start; a number is decoded in the time of four.
@@ -76,7 +77,7 @@ class CodedTokens(NamedTuple):
         rows = self.frames.key.queries(query.flatten(2, 3), dtype).unflatten(2, groups)
         widths = rows.shape[-1] + self.frames.value.order.shape[-1]
         number, numbers = self.bias.shape[2], self.bias.shape[:2].numel() * widths
-        size = max(_PIECE // max(numbers, 1), _FEWEST)
+        size = max((_CPU_PIECE if query.is_cpu else _GPU_PIECE) // max(numbers, 1), _FEWEST)
         cuts = (self.cut(start, start + size).decoded() for start in range(0, max(number, 1), size))
         pieces: Iterable[Tokens] = cuts if followed is None else [followed]
         parts = (read(rows, piece, scale, is_causal=False, with_log=True).partial() for piece in pieces)
