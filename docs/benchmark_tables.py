@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from benchmark_words import headings, words_of
+from benchmark_words import SETTINGS, headings, words_of
 from site_tables import Row, table
 
 _HEAD = ("figure", "setting", "measured", "range", "better", "expected", "verdict")
@@ -17,19 +17,22 @@ def benchmark_table(lines: list[Row]) -> str:
     """A heading for each benchmark, its command, and a row for each figure; the machine once, and where it differs."""
     machine = json.loads(Counter(json.dumps(line["machine"]) for line in lines).most_common(1)[0][0])
     parts = [
-        f"{_machine(machine)}; 8 heads, D = 64, 256 features, float32, unless a row says otherwise. Measured: the "
-        "median of interleaved repeats; range: least to greatest. Better: whether a lower or a higher figure is."
+        f"{_machine(machine)}; 8 heads, D = 64, 256 features, float32, unless a heading or a row says otherwise. "
+        "Measured: the median of interleaved repeats; range: least to greatest. Better: whether a lower or a higher "
+        "figure is."
     ]
     for benchmark, heading in headings(line["benchmark"] for line in lines).items():
         rows = [_row(line, _difference(line["machine"], machine)) for line in lines if line["benchmark"] == benchmark]
-        parts += [f"### {heading}", f"`python benchmarks/{benchmark}.py`", table(_HEAD, rows)]
+        setting = f": {SETTINGS[benchmark]}" if benchmark in SETTINGS else ""
+        parts += [f"### {heading}", f"`python benchmarks/{benchmark}.py`{setting}", table(_HEAD, rows)]
     return "\n\n".join(parts)
 
 
 def claims_table(lines: list[Row], benchmark: str) -> str:
-    """The rows of one benchmark, and their machine."""
+    """The rows of one benchmark, their setting and their machine."""
     shown = [line for line in lines if line["benchmark"] == benchmark]
-    return f"{table(_HEAD, [_row(line) for line in shown])}\n\n{_machines(shown)}."
+    setting = f"{SETTINGS[benchmark]} " if benchmark in SETTINGS else ""
+    return f"{table(_HEAD, [_row(line) for line in shown])}\n\n{setting}{_machines(shown)}."
 
 
 def crossover_table(lines: list[Row]) -> str:

@@ -52,6 +52,37 @@ HEADINGS = {
 }
 """Headings of the benchmarks' page, in its order, by file of benchmarks/."""
 
+_ENCODER = "MiniLM on six texts of 512 tokens, nothing trained; medians over the texts."
+
+SETTINGS = {
+    "faster_than_linear_attention_transformer": "64 features here and there, 8 heads, D = 64, float32. The other "
+    "library's `Exponential` normalises otherwise, so that time alone is compared.",
+    "expansions_survive_a_real_encoder": _ENCODER,
+    "error_over_length": "MiniLM's queries, keys and values of 16 texts of 512 tokens, joined per head; error of 256 "
+    "queries' outputs, mean over heads.",
+    "conversion_repairs_a_real_encoder": "MiniLM, 15 minutes of `linattn convert` for each map, on held-out texts of "
+    "128 to 512 tokens.",
+    "relative_bias_stays_near_linear": "2 heads, D = 16, 8 features, float32.",
+    "generation_costs_the_same_at_any_length": "A Llama with random weights: 4 layers of width 256, 8 heads on 2 "
+    "key/value heads, 256 features, float32.",
+    "generation_without_end": "A `LinearLM` of about a million parameters with random weights: four blocks of a "
+    "learned map with a forget gate, float32, one text.",
+    "language_models_at_equal_time": "Four blocks of width 128, about a million parameters, on Python's own sources.",
+    "ranks_send_states_of_constant_size": "4 heads, D = 64, 64 features, float32, causal, forward and backward; bytes "
+    "of the rank that sends most.",
+    "sequences_split_over_ranks_scale": "2 heads, D = 64, 256 features, float32, 65,536 tokens per rank, forward and "
+    "backward, one thread per rank.",
+    "merged_keys_survive_a_real_encoder": _ENCODER,
+    "merged_keys_speed_up_a_long_encoder": "All layers of MiniLM replaced, nothing trained, beside the same model with "
+    "torch's SDPA; one text, float32. Its table of 512 learned positions is interpolated to longer texts.",
+    "merged_keys_beat_a_window": "The 3 global layers of Gemma 3 270M: 4 query heads on one key/value head, D = 256, "
+    "3,840 tokens, the last 256 queries' outputs. The bytes of N keys: of N exact keys and values in float32.",
+    "generation_in_a_bounded_memory": "Gemma 3 270M with a budget of 128 tokens, float32 unless a row says otherwise, "
+    "beside the full cache. Bounded layers: the 3 global ones of 18, filled with random queries, keys and values.",
+    "importing_costs_little": "Each import in a process of its own.",
+}
+"""What is measured where it is other than the usual heads, width and features of the page, by file of benchmarks/."""
+
 _RULES = (
     (r"crossover with exact attention, (.*)", "length from which linear attention is faster", r"\1", LOWER),
     (

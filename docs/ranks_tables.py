@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from benchmark_tables import claims_table
+from benchmark_words import SETTINGS
 from site_tables import Row, table
 
 _BYTES, _SCALE = "ranks_send_states_of_constant_size", "sequences_split_over_ranks_scale"
@@ -25,7 +26,7 @@ def ranks_bytes(lines: list[Row]) -> str:
         _, kind, ranks, _ = (part.strip() for part in line["claim"].split(",", 3))
         sent = (f"{line['bytes'][length]:,}" for length in lengths)
         rows.append((f"{kind.removeprefix('exchange ')}, {ranks}", str(line["collectives"]), *sent))
-    return table(head, rows)
+    return f"{table(head, rows)}\n\n{SETTINGS[_BYTES]}"
 
 
 def ranks_scale(lines: list[Row]) -> str:

@@ -145,6 +145,24 @@ def test_a_row_of_another_machine_says_so(writer):
     assert "tokens; 1 thread, processor another |" in writer.benchmark_table([*lines[1:], other])
 
 
+def test_a_benchmark_of_another_setting_says_which(writer):
+    """The page's first sentence has the usual heads, width and features; a file that measures others has its words."""
+    from benchmark_tables import claims_table
+    from benchmark_words import SETTINGS
+
+    lines = [json.loads(line) for line in writer.RESULTS.read_text(encoding="utf-8").splitlines()]
+    written = writer.benchmark_table(lines)
+    others = []
+    for name in {line["benchmark"] for line in lines}:
+        text = (writer.RESULTS.parent / f"{name}.py").read_text(encoding="utf-8").partition("from __future__")[0]
+        if not re.search(r"8 heads, D = (Dv = )?64\b", text):
+            others.append(name)
+            assert f"`python benchmarks/{name}.py`: {SETTINGS[name]}\n" in written
+            assert SETTINGS[name] in claims_table(lines, name)
+    assert len(others) > 10
+    assert set(others) == SETTINGS.keys()
+
+
 def benchmark_row(**fields):
     """A row of benchmarks/results.jsonl."""
     machine = {"torch": "2", "threads": 2, "processor": "a processor", "vectors": "AVX2"}
