@@ -15,7 +15,7 @@ TextFiles = Annotated[
     list[Path] | None,
     typer.Option(
         help="Train on this text file (UTF-8), may be repeated; English prose that comes with Python if left out. Give "
-        "16 documents or more, each a quarter of --tokens up to all of it; an empty line ends a document."
+        "16 documents or more, each from a quarter of --tokens to --tokens long; an empty line ends a document."
     ),
 ]
 Map = Annotated[
@@ -28,7 +28,7 @@ Map = Annotated[
     ),
 ]
 Features = Annotated[
-    int | None, typer.Option("--features", metavar="R", min=1, help="Features of a map whose width is free.")
+    int | None, typer.Option("--features", metavar="R", min=1, help="Features of a map that takes any number.")
 ]
 Minutes = Annotated[float, typer.Option(min=0, help="Minutes of training; 0 calibrates only.")]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="The longest text to train on, in tokens.")]
@@ -39,7 +39,7 @@ Adapters = Annotated[
         "--adapters",
         metavar="RANK",
         min=1,
-        help="Train low-rank adapters of this rank, where gradients of all weights do not fit in memory.",
+        help="Train low-rank adapters (LoRA) of this rank, where gradients of all weights do not fit in memory.",
     ),
 ]
 BatchSize = Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")]

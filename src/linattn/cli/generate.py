@@ -44,7 +44,7 @@ Budget = Annotated[
         min=1,
         max=2**20,
         help="Bound the KV cache of a softmax model to N tokens: the bytes of N exact keys and values in the model's "
-        "dtype, per layer and key/value head. Older tokens are quantized, then merged.",
+        "dtype, per layer and key/value head. Older tokens are quantized, then merged. Full if left out.",
     ),
 ]
 Bits = Annotated[

@@ -35,7 +35,7 @@ Full = Annotated[
 Features = Annotated[
     str | None,
     typer.Option(
-        metavar="R,R,…", help="Numbers of features, for maps whose width is free: 256 if left out, with --full 64,256."
+        metavar="R,R,…", help="Numbers of features, for maps that take any: 256 if left out, with --full 64,256."
     ),
 ]
 Tokens = Annotated[

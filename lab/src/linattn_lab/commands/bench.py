@@ -18,7 +18,7 @@ Map = Annotated[
         help='Measure this method, as in "FavorPlus + window 64" or "window 32 + merged 128".',
     ),
 ]
-Features = Annotated[int | None, typer.Option(min=1, help="Features of a map whose width is free; 256 if left out.")]
+Features = Annotated[int | None, typer.Option(min=1, help="Features of a map that takes any number; 256 if left out.")]
 Backward = Annotated[bool, typer.Option("--backward", help="Measure the gradients of queries, keys and values too.")]
 Memory = Annotated[bool, typer.Option(help="Measure peak memory, each figure in a process of its own.")]
 

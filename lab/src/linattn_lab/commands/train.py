@@ -19,9 +19,9 @@ _Map = Annotated[
     str, typer.Option("--map", metavar="NAME", help='A map, as in "FavorPlus" or "LearnedExponential + window 64".')
 ]
 _Features = Annotated[
-    int, typer.Option("--features", metavar="R", min=1, help="Features of a map whose width is free.")
+    int, typer.Option("--features", metavar="R", min=1, help="Features of a map that takes any number.")
 ]
-_Positions = Annotated[str, typer.Option(help='Positions of linattn.positions, as "Rotary", or "none".')]
+_Positions = Annotated[str, typer.Option(help='Position encoding of linattn.positions, as "Rotary", or "none".')]
 _Gate = Annotated[
     str | None,
     typer.Option(
@@ -34,7 +34,7 @@ _Heads = Annotated[int, typer.Option("--heads", min=1, help="Heads of each block
 _Hidden = Annotated[int | None, typer.Option("--hidden", min=1, help="Width inside the MLPs; 8/3 of E if left out.")]
 _Batch = Annotated[int, typer.Option("--batch", min=1, help="Texts per step.")]
 _Redraw = Annotated[int | None, typer.Option("--redraw", metavar="N", min=1, help="Redraw random maps every N steps.")]
-_Parts = Annotated[int, typer.Option(metavar="N", min=1, help="Under torchrun: cut each text for N processes.")]
+_Parts = Annotated[int, typer.Option(metavar="N", min=1, help="Under torchrun: cut each text into N parts.")]
 _Shard = Annotated[
     bool,
     typer.Option(
