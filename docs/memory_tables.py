@@ -18,7 +18,7 @@ from linattn.kv_cache.budget import RECALLS
 from linattn.records.json_files import Reading, read_record, to_json, write_json
 from linattn.records.tables import Table
 from linattn_lab.kv_audit.methods import num_unmerged
-from linattn_lab.kv_audit.names import BOUNDED, FULL
+from linattn_lab.kv_audit.names import BOUNDED, FULL, WINDOW
 from linattn_lab.report.memory.summary import MemoryLine, MemorySummary, summarise_memory
 from linattn_lab.report.memory.words import nats, setting_words, table_at
 from site_tables import ARROWS, table
@@ -32,6 +32,7 @@ _ROOM, _WIDTH = 512, 128
 _NAMES = {BOUNDED: f"**{BOUNDED}**"} | {f"{BOUNDED}, {name}": f'{BOUNDED}, `recall="{name}"`' for name in RECALLS[1:]}
 # A setting without tiers: on the page of all methods.
 _NOT_IN_README = "merged keys"
+_QUANTIZED = f"{WINDOW} in "
 _KIND, _VERSION = "figures of bounded KV caches", 1
 _REMEDY = "take it again with docs/write_tables.py --take-memory"
 
@@ -62,10 +63,11 @@ def readme_table() -> str:
         f"`linattn audit {header.model} --budget {budget}`. {ARROWS} "
         f"KV cache: the {len(header.layers)} layers that are bounded, without the {header.num_exact} others. "
         "Fit unmerged: share of the tokens that are read before any is merged or evicted. "
-        "KL: mean KL divergence from the full cache's predictions, in nats. "
-        "Needles: accuracy of needle retrieval, the share of the answers' tokens predicted, of numbers stated once at "
-        f"{', '.join(full.facts)} of the text. "
-        "Quantized windows: only those of the least KL and of the most needles."
+        f"KL: mean KL divergence of the last {header.num_measured} predictions from the full cache's, in nats; that of "
+        "the full cache itself is rounding. "
+        "Needles: accuracy of needle retrieval, the share of the answers' tokens predicted, of "
+        f"{header.num_samples * header.num_facts} numbers each stated once at {', '.join(full.facts)} of the text. "
+        f"÷ full: over the full cache's.{_few_bits(header.kinds)}"
     )
     head = (
         *("method", "KV cache, MB ↓", "fit unmerged ↑", "KL ↓", "needles ↑", "prefill time ÷ full ↓"),
@@ -74,6 +76,17 @@ def readme_table() -> str:
     lines = (line for line in (*baselines, *audit.at(length, budget)) if line.method != _NOT_IN_README)
     rows = [_row(line, full) for line in lines]
     return f"{words}\n\n{table(head, rows)}"
+
+
+def _few_bits(kinds: Sequence[str]) -> str:
+    """What a window in few bits is, and which of those measured are shown; nothing where none was measured."""
+    bits = [kind.removeprefix(_QUANTIZED).removesuffix(" bits") for kind in kinds if kind.startswith(_QUANTIZED)]
+    if not bits:
+        return ""
+    return (
+        " Sinks + window in few bits: a quantized window, whose oldest tokens are evicted; of "
+        f"{', '.join(bits)} bits those with the least KL and with more needles."
+    )
 
 
 def _row(line: MemoryLine, full: MemoryLine) -> tuple[str, ...]:

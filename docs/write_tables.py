@@ -238,6 +238,8 @@ def tables() -> dict[str, str]:
         "encoder": encoder_table(audit),
         "crossover": crossover_table(lines),
         "generation": claims_table(lines, "generation_costs_the_same_at_any_length"),
+        "decode": claims_table(lines, "generation_in_a_bounded_memory"),
+        "encoder_speed": claims_table(lines, "merged_keys_speed_up_a_long_encoder"),
         "error_over_length": claims_table(lines, "error_over_length"),
         "ranks_bytes": ranks_bytes(lines),
         "ranks_scale": ranks_scale(lines),
