@@ -178,9 +178,11 @@ def language_model_table(lines: list[dict[str, Any]]) -> str:
     rates = {(row["rate of"], row["context"]): row["tokens per second"] for row in lines if "rate of" in row}
     runs = [row for row in lines if "run of" in row]
     contexts, names = sorted({context for _, context in rates}), dict.fromkeys(name for name, _ in rates)
+    machine = lines[0]["machine"]
     rows = [
         "Four blocks of width 128, about a million parameters, on Python's own sources. Bytes/s: what training reads "
-        f"on two idle cores, by context length in bytes.{_bits_in_words(runs, contexts[0])}",
+        f"on {machine['threads']} idle cores of one {machine['processor']}, torch {machine['torch']}, by context "
+        f"length in bytes.{_bits_in_words(runs, contexts[0])}",
         "",
         f"| attention | {' | '.join(f'bytes/s at {context:,} ↑' for context in contexts)} |"
         f"{' bits per byte ↓ |' if runs else ''}",
