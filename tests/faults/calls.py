@@ -134,8 +134,8 @@ FAULTS = (
     Fault(
         "hide from torch's kernels that a mapped bias is followed",
         "softmax/weighted.py",
-        "if with_log or is_transformed():",
-        "if with_log:",
+        "scoring.soft_cap is not None or is_transformed():",
+        "scoring.soft_cap is not None:",
         "tests/laws/test_mapped_calls.py -k layers",
     ),
     Fault(

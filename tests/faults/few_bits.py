@@ -86,9 +86,16 @@ FAULTS = (
     Fault(
         "read rows without their keys' mean",
         "kv_cache/coded_tokens.py",
-        "log + scale * (query",
-        "log + 0 * (query",
+        "log + scoring.scale * lacking",
+        "log + 0 * lacking",
         STREAMS,
+    ),
+    Fault(
+        "cap what logits are relative to their keys' mean",
+        "kv_cache/coded_tokens.py",
+        "if scoring.soft_cap is not None:",
+        "if False:",
+        "tests/kv_cache/test_soft_caps.py",
     ),
     Fault(
         "merge at every block, however many keys there are",
@@ -100,8 +107,8 @@ FAULTS = (
     Fault(
         "merge the newest tokens among the merged keys",
         MEMORY,
-        "sample, left, config.num_newest)",
-        "sample, left, 0 * config.num_newest)",
+        "sample, left, config.num_newest, soft_cap)",
+        "sample, left, 0 * config.num_newest, soft_cap)",
         "tests/kv_cache/test_tiers.py",
     ),
     Fault(

@@ -9,6 +9,7 @@ MERGING, MERGED = "tests/kv_cache/test_merging.py", "tests/kv_cache/test_attenti
 PADDING = "tests/kv_cache/test_padding.py"
 ROW_GROUPS = "softmax/row_groups.py"
 LEFT_PADDING_LAWS = "tests/laws/test_left_padding.py"
+CAPS = "tests/kv_cache/test_soft_caps.py"
 EVERYWHERE, DISTANCES = "tests/kv_cache/test_bidirectional.py", "tests/kv_cache/test_distances.py"
 
 FAULTS = (
@@ -26,6 +27,39 @@ FAULTS = (
         "return self.weighted(self.log_mass)",
         MERGING,
     ),
+    Fault(
+        "forget the cap of what is merged", ROOM + "merging.py", "attends(tokens, soft_cap)", "attends(tokens)", CAPS
+    ),
+    Fault(
+        "forget the cap of what merged keys are weighed by",
+        ROOM + "query_sample.py",
+        "soft_capped(self.query @ key.mT, self.soft_cap)",
+        "(self.query @ key.mT)",
+        CAPS,
+    ),
+    Fault(
+        "forget the cap of an encoder's merges",
+        ROOM + "bidirectional.py",
+        "sample.attends(tokens, scoring.soft_cap)",
+        "sample.attends(tokens)",
+        CAPS,
+    ),
+    Fault(
+        "cap logits with their biases",
+        "softmax/weighted.py",
+        "bias + soft_capped(self.scale * (left @ right), self.soft_cap)",
+        "soft_capped(bias + self.scale * (left @ right), self.soft_cap)",
+        CAPS,
+    ),
+    Fault(
+        "leave a cap as it is in powers of two",
+        "softmax/weighted.py",
+        "self.soft_cap * LOG2_E",
+        "self.soft_cap",
+        CAPS,
+    ),
+    Fault("give a cap to torch's kernels", "softmax/weighted.py", "scoring.soft_cap is not None or", "", CAPS),
+    Fault("give a cap to compiled code", ROOM + "compiled.py", "if cap is not None:", "if False:", CAPS),
     Fault(
         "round the biases of keys that stay alone",
         ROOM + "merging.py",
@@ -134,8 +168,8 @@ FAULTS = (
     Fault(
         "weigh keys by the mean query of all heads",
         ROOM + "query_sample.py",
-        "logits = torch.baddbmm(bias, rows, key.mT)",
-        "logits = torch.baddbmm(bias, rows.mean(1, keepdim=True).expand_as(rows), key.mT)",
+        "biased(bias, rows, key.mT)",
+        "biased(bias, rows.mean(1, keepdim=True).expand_as(rows), key.mT)",
         MERGING,
     ),
     Fault(

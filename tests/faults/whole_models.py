@@ -14,12 +14,12 @@ FAULTS = (
     Fault(
         "give sinks to any map",
         "hf/layer_attention.py",
-        "self.feature_map is not None and shares_normalizer(self.feature_map)",
-        "True",
+        "(SINKS,) if shares_normalizer(self.feature_map) else ()",
+        "(SINKS,)",
         SINKS,
     ),
-    Fault("give sinks to any layer", "hf/_probing.py", "if not takes_sinks and", "if False and", SINKS),
-    Fault("take sinks of any shape", "hf/_calls.py", " or value.ndim != 1", "", SINKS),
+    Fault("give sinks to any layer", "hf/_probing.py", "if SINKS not in takes and", "if False and", SINKS),
+    Fault("take sinks of any shape", "hf/_calls.py", " and value.ndim != 1", " and False", SINKS),
     Fault("give a key of value 0 the weight of no key", "softmax/partial.py", "log - least", "log + least", SINK_LAWS),
     Fault(
         "subtract the sinks that are none",

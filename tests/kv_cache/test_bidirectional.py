@@ -14,6 +14,7 @@ from linattn.kv_cache import partitioning
 from linattn.kv_cache import window as beside
 from linattn.kv_cache.merging import ClusterMeans
 from linattn.softmax.tokens import Tokens
+from linattn.softmax.weighted import Scoring
 
 LENGTH = 61
 
@@ -138,7 +139,7 @@ def test_a_cluster_whose_members_are_all_near_is_left_out() -> None:
     bias = torch.tensor([60.0, 0.0], dtype=torch.float64).expand(2, 2, -1)
     clusters, tokens = Tokens(*means, bias), Tokens(key, value, torch.zeros(2, 2, length, dtype=torch.float64))
     found = beside.read_beside_neighbours(
-        query.unsqueeze(2), tokens, clusters, number, share, window, 1.0, with_log=False
+        query.unsqueeze(2), tokens, clusters, number, share, window, Scoring(1.0), with_log=False
     ).out.squeeze(2)
     place = torch.arange(length) // window
     near = (place.unsqueeze(-1) - place).abs() <= 1

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from linattn.hf._cache_layers import Kernel, RecordingLayer
-from linattn.hf._calls import InterfaceCall
+from linattn.hf._calls import CAPS, SINKS, InterfaceCall
 from linattn.hf.layer_attention import ATTRIBUTE, rescale_query
 from linattn.kv_cache import MergedKV, MergedState
 from linattn.kv_cache.functional import MergedAttended, merged_attention_with_state, merged_partial_with_state
@@ -69,12 +69,13 @@ class BoundedLayer(RecordingLayer[MergedState]):
         scale: float,
         key_mask: Tensor | None = None,
         sinks: Tensor | None = None,
+        soft_cap: float | None = None,
     ) -> MergedAttended:
         """The output (B, H, L, Dv) over a state's keys and these, at a temperature, and the state after them."""
         tokens = rescale_query(None, query, scale), key, value, self.config, state
         if sinks is None:
-            return merged_attention_with_state(*tokens, key_mask=key_mask, enable_gqa=True)
-        rows, after = merged_partial_with_state(*tokens, key_mask=key_mask, enable_gqa=True)
+            return merged_attention_with_state(*tokens, key_mask=key_mask, enable_gqa=True, soft_cap=soft_cap)
+        rows, after = merged_partial_with_state(*tokens, key_mask=key_mask, enable_gqa=True, soft_cap=soft_cap)
         return MergedAttended(rows.with_sink(sinks), after)
 
     def _kernel(self, call: InterfaceCall) -> Kernel:
@@ -94,4 +95,4 @@ class BoundedLayer(RecordingLayer[MergedState]):
                 f"{self.module_name} attends by a feature map since linearize_, and the cache bounds its softmax; "
                 "call restore_ on the model, or leave the cache out"
             )
-        return self._advance, self.config.window or 0, True
+        return self._advance, self.config.window or 0, (SINKS, CAPS)

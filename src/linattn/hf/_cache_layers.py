@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import copy, deepcopy
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -99,7 +99,7 @@ class RecordedCall(NamedTuple):
     advance: Callable[..., Any]  # gives the output and the state after these tokens
     before: Any
     tensors: tuple[Tensor, Tensor, Tensor]  # query (B, H, L, D), key (B, Hkv, L, D), value (B, Hkv, L, Dv)
-    scale: float
+    scoring: dict[str, float]  # the scale, and a soft cap where there is one
     key_mask: Tensor | None  # (B, L)
 
     @property
@@ -131,11 +131,11 @@ class RecordedCall(NamedTuple):
         """The state after the call."""
         if self.num_tokens == 0:
             return self.before
-        return self.advance(*self.tensors, self.before, scale=self.scale, key_mask=self.key_mask).state
+        return self.advance(*self.tensors, self.before, **self.scoring, key_mask=self.key_mask).state
 
 
-Kernel = tuple[Callable[..., Any], int, bool]
-"""What gives the output and the state after some tokens, the width of its exact window, whether it takes sinks."""
+Kernel = tuple[Callable[..., Any], int, Collection[str]]
+"""What gives the output and the state after some tokens, the width of its exact window, and what it takes."""
 
 
 class RecordingLayer(StatefulLayer[S]):
@@ -163,21 +163,21 @@ class RecordingLayer(StatefulLayer[S]):
     def attend(self, call: InterfaceCall) -> Tensor:
         """Called by linattn's attention function: (B, L, H, Dv) for queries of the keys given to `update`."""
         name, count, before = self.module_name, call.key.shape[-2], self.state
-        advance, window, takes_sinks = self._kernel(call)
-        key_mask, is_causal = call.read_mask(name, self.num_tokens + count, takes_sinks=takes_sinks)
+        advance, window, takes = self._kernel(call)
+        key_mask, is_causal = call.read_mask(name, self.num_tokens + count, takes=takes)
         # A single query sees all keys, causal or not.
         if not is_causal and call.query.shape[-2] > 1:
             raise ValueError(
                 f"{name} lets queries see later keys, which a cache of states does not hold; pass use_cache=False"
             )
-        tensors, scale = (call.query, call.key, call.value), call.scale
-        out, after = advance(*tensors, before, scale=scale, key_mask=key_mask, sinks=call.sinks)
+        tensors, scoring = (call.query, call.key, call.value), call.scoring
+        out, after = advance(*tensors, before, **scoring, key_mask=key_mask, sinks=call.sinks)
         self.handed = None
         self.advance_to(after, count)
         # Calls that were recorded before one that was not cannot be taken back.
         self._calls = self._calls if self.record_past else ()
         if self.record_past:
-            self.record(RecordedCall(advance, before, tensors, scale, key_mask), window)
+            self.record(RecordedCall(advance, before, tensors, scoring, key_mask), window)
         return by_token(out)
 
     def record(self, call: RecordedCall, window: int) -> None:

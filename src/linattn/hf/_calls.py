@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
 
 SINKS = "attention sinks"
 """In words, logits s (H,) that are learned: each stands for one more key, of value 0."""
+CAPS = "soft-capped logits"
+"""In words, c·tanh(x / c) in place of x = scale·q·k, before masks are added."""
 
 # Keywords of transformers' attention functions that change the weights in a way φ(q)·φ(k) cannot express.
 _INEXPRESSIBLE = {
     "a position bias added to the logits": ("position_bias",),
-    "soft-capped logits": ("softcap",),
+    CAPS: ("softcap",),
     SINKS: ("s_aux", "sinks"),
     "packed sequences": ("cu_seq_lens_q", "cu_seq_lens_k"),
     "a sparse choice of keys": ("indices", "block_indices"),
@@ -223,6 +226,12 @@ class InterfaceCall:
         return self.query.shape[-1] ** -0.5 if scaling is None else float(scaling)
 
     @property
+    def scoring(self) -> dict[str, float]:
+        """The scale, and the soft cap where the call asks for one, as linattn's attention names them."""
+        cap = self.options.get("softcap")
+        return {"scale": self.scale} if cap is None else {"scale": self.scale, "soft_cap": cap}
+
+    @property
     def sinks(self) -> Tensor | None:
         """The logits (H,) of one more key of value 0 in each head; None where the call asks for none."""
         sinks = self.options.get("s_aux")
@@ -247,9 +256,9 @@ class InterfaceCall:
         # Qwen 2 MoE writes 0 for none.
         return window is not None and window != 0 and (not isinstance(window, int) or window < num_keys)
 
-    def _refuse_options(self, name: str, num_keys: int, takes_sinks: bool) -> None:
-        """Refuse what the call asks for beyond q, k, v, a padding mask and causality, and perhaps sinks."""
-        requests, dropout = inexpressible(self.options, takes_sinks=takes_sinks), self.options.get("dropout")
+    def _refuse_options(self, name: str, num_keys: int, takes: Collection[str]) -> None:
+        """Refuse what the call asks for beyond q, k, v, a padding mask and causality, and perhaps sinks or caps."""
+        requests, dropout = inexpressible(self.options, takes), self.options.get("dropout")
         if self._exceeds_window(num_keys):
             requests.append(f"a sliding window of {self.options['sliding_window']} over {num_keys} keys")
         if dropout:
@@ -264,9 +273,9 @@ class InterfaceCall:
         if requests:
             raise ValueError(_refusal(name, ", ".join(dict.fromkeys(requests))))
 
-    def read_mask(self, name: str, num_keys: int, *, takes_sinks: bool = False) -> tuple[Tensor | None, bool]:
+    def read_mask(self, name: str, num_keys: int, *, takes: Collection[str] = ()) -> tuple[Tensor | None, bool]:
         """Key padding, (B, Lk) bool or None, and causality, where that is all a call asks for of so many keys."""
-        self._refuse_options(name, num_keys, takes_sinks)
+        self._refuse_options(name, num_keys, takes)
         mask = self.mask.read(self.key.shape[-2]) if isinstance(self.mask, AskedMask) else self.mask
         if isinstance(mask, str):
             raise ValueError(_refusal(name, mask))
@@ -311,17 +320,17 @@ def by_token(out: Tensor) -> Tensor:
     return out.transpose(1, 2).contiguous()
 
 
-def inexpressible(options: dict[str, Any], *, takes_sinks: bool = False) -> list[str]:
-    """In words, the options that change the weights of single pairs; sinks of another shape than (H,) in any case."""
+def inexpressible(options: dict[str, Any], takes: Collection[str] = ()) -> list[str]:
+    """In words, options that change the weights of pairs and are not taken, as sinks of no shape (H,) never are."""
     values = [(words, options.get(name)) for words, names in _INEXPRESSIBLE.items() for name in names]
     asked = [(words, value) for words, value in values if value is not None]
-    return [words for words, value in asked if not takes_sinks or words != SINKS or value.ndim != 1]
+    return [words for words, value in asked if words not in takes or (words == SINKS and value.ndim != 1)]
 
 
 def _refusal(name: str, asked: str) -> str:
-    """The error for what φ(q)·φ(k) cannot express."""
+    """The error for what a kernel cannot express."""
     return (
-        f"{name} asks for {asked}, which neither a feature map nor merged keys can express: call the model without "
+        f"{name} asks for {asked}, which what attends in its softmax's place cannot express: call the model without "
         "it, or leave this layer its softmax"
     )
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from linattn.hf._attention_modules import AttentionModule, attention_modules, parts_of
-from linattn.hf._calls import AskedMask
+from linattn.hf._calls import CAPS, SINKS, AskedMask
 from linattn.hf._probing import Probe, probe
 from linattn.hf.interception import NAME as INTERCEPTED
 from linattn.kv_cache import MergedKV
@@ -76,7 +76,7 @@ def choose(
     example: Mapping[str, Any] | None,
     sample: Mapping[str, Any] | None = None,
     *,
-    takes_sinks: bool = False,
+    takes: Collection[str] = (),
     merged: MergedKV | None = None,
 ) -> tuple[list[AttentionModule], dict[int, str]]:
     """All attention modules, and why softmax stays in some, by number; an error where a named one has to keep it."""
@@ -89,7 +89,7 @@ def choose(
         raise ValueError(f"no layer of {kind} would be replaced: not among `layers`")
     probed = probe(model, example, sample)
     modules = probed.placed(modules)
-    objections = _refusals(model, modules, probed, takes_sinks)
+    objections = _refusals(model, modules, probed, takes)
     if layers is None:
         words = ((part.number, objections.get(part.number) or _caution(part, probed, merged)) for part in modules)
         reasons = {number: reason for number, reason in words if reason is not None}
@@ -130,9 +130,11 @@ def refuse_intercepted(model: PreTrainedModel) -> None:
         raise ValueError(f"{type(model).__name__} is being intercepted; leave the block of `intercept` first")
 
 
-def _refusals(model: PreTrainedModel, parts: list[AttentionModule], probed: Probe, takes_sinks: bool) -> dict[int, str]:
+def _refusals(
+    model: PreTrainedModel, parts: list[AttentionModule], probed: Probe, takes: Collection[str]
+) -> dict[int, str]:
     """Why layers cannot be replaced."""
-    words = ((part.number, probed.objection(part, takes_sinks=takes_sinks)) for part in parts)
+    words = ((part.number, probed.objection(part, takes)) for part in parts)
     objections = {number: objection for number, objection in words if objection is not None}
     cached = [part for part in parts if part.cache_place is not None and part.number not in objections]
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers if cached else []
@@ -194,7 +196,7 @@ def _probed(model: PreTrainedModel) -> Iterator[CachedLayer]:
     # A text without pictures: masks by which these see later tokens are refused where a call brings one.
     probe_of = probe(model, has_pictures=False)
     modules = probe_of.placed(modules)
-    objections = _refusals(model, modules, probe_of, True)
+    objections = _refusals(model, modules, probe_of, (SINKS, CAPS))
     for part in modules:
         if part.cache_place is not None:
             reason = objections.get(part.number) or _reason(part, probe_of)

@@ -54,9 +54,9 @@ def attend(
     with _weights_present(attention):
         if layer is not None:
             return layer.attend(call), None
-        key_mask, is_causal = call.read_mask(attention.module_name, key.shape[-2], takes_sinks=attention.takes_sinks)
+        key_mask, is_causal = call.read_mask(attention.module_name, key.shape[-2], takes=attention.takes)
         sinks = {} if call.sinks is None else {"sinks": call.sinks}
-        out = attention(query, key, value, scale=call.scale, key_mask=key_mask, is_causal=is_causal, **sinks)
+        out = attention(query, key, value, **call.scoring, key_mask=key_mask, is_causal=is_causal, **sinks)
         return by_token(out), None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import causal_mask_function
 
 from linattn.hf._attention_modules import AttentionModule
-from linattn.hf._calls import SINKS, AskedMask, InterfaceCall, inexpressible
+from linattn.hf._calls import CAPS, SINKS, AskedMask, InterfaceCall, inexpressible
 from linattn.hf._dispatch import CACHES
 from linattn.hf.interception import answering
 
@@ -60,16 +60,21 @@ class Probe:
             placed.append(part)
         return placed
 
-    def objection(self, part: AttentionModule, *, takes_sinks: bool) -> str | None:
-        """Why no kernel can take a module's place; None where nothing speaks against it."""
+    def objection(self, part: AttentionModule, takes: Collection[str]) -> str | None:
+        """Why no kernel that takes this can take a module's place; None where nothing speaks against it."""
         module, is_cached = part.module, part.cache_place is not None
         calls = self.calls.get(module)
         if calls is None:
             names = ", ".join(self.inputs)
             return f"a pass over {names} does not call it; give example={{…}}, inputs of the model that reach it"
-        if words := dict.fromkeys(words for call in calls for words in inexpressible(call.options, takes_sinks=True)):
+        if words := dict.fromkeys(words for call in calls for words in inexpressible(call.options, (SINKS, CAPS))):
             return f"it asks for {', '.join(words)}, which neither a feature map nor merged keys can express"
-        if not takes_sinks and any(call.sinks is not None for call in calls):
+        if CAPS not in takes and any("soft_cap" in call.scoring for call in calls):
+            return (
+                f"it asks for {CAPS}, which no feature map can express; a BoundedCache takes them, and linearize_ in "
+                "encoders, for merged keys alone"
+            )
+        if SINKS not in takes and any(call.sinks is not None for call in calls):
             return (
                 f"it asks for {SINKS}, which linearize_ gives to written forms of maps for the softmax kernel, as "
                 "FavorPlus, alone; a BoundedCache takes them"

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from linattn.feature_maps import FittedMap
 from linattn.hf._attention_modules import attention_modules
-from linattn.hf._calls import InterfaceCall
+from linattn.hf._calls import SINKS, InterfaceCall
 from linattn.hf._probing import on_device
 from linattn.hf.interception import answering
 from linattn.hf.layer_attention import Attending, rescale_query
@@ -34,7 +34,7 @@ def fit_maps(model: PreTrainedModel, maps: Mapping[str, FittedMap], batches: Bat
     def answer(call: InterfaceCall) -> Tensor:
         """By its own attention, after the call is added to what is observed."""
         if (observed := observations.get(call.module)) is not None:
-            key_mask, _ = call.read_mask(observed.module_name, call.key.shape[-2], takes_sinks=True)
+            key_mask, _ = call.read_mask(observed.module_name, call.key.shape[-2], takes=(SINKS,))
             observed.add(call.query, call.key, key_mask, call.scale)
         return call.by_former()[0]
 

@@ -12,6 +12,7 @@ from linattn.attention.functional import linear_partial, linear_partial_with_sta
 from linattn.attention.window import shares_normalizer
 from linattn.feature_maps import FeatureMap
 from linattn.hf._attention_modules import AttentionModule
+from linattn.hf._calls import CAPS, SINKS
 from linattn.kv_cache import MergedKV, merged_attention
 
 ATTRIBUTE = "linear_attention"
@@ -83,6 +84,7 @@ class LayerAttention(nn.Module):
         key_mask: Tensor | None = None,
         is_causal: bool = False,
         sinks: Tensor | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
         """Attention over these keys.
 
@@ -94,16 +96,19 @@ class LayerAttention(nn.Module):
             key_mask: (B, Lk) bool, True = attend, or None.
             is_causal: True to hide later keys, the last query being level with the last key.
             sinks: (H,), the logits of one more key of value 0 in each head (`linattn.Partial.with_sink`), or None.
+            soft_cap: as in `linattn.merged_attention`.
 
         Returns:
-            (B, H, Lq, Dv). ValueError if there are sinks that the method cannot take.
+            (B, H, Lq, Dv). ValueError if there are sinks, or a cap, that the method cannot take.
         """
         self._check_sinks(sinks)
         query = rescale_query(self.feature_map, query, scale)
         options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "enable_gqa": True}
         if self.merged is not None:
-            return merged_attention(query, key, value, self.merged, **options)
+            return merged_attention(query, key, value, self.merged, **options, soft_cap=soft_cap)
         assert self.feature_map is not None
+        if soft_cap is not None:
+            raise ValueError(f"{self.module_name} attends by {self.summary}, which has no soft caps; give merged keys")
         options["window"] = self.window
         if sinks is not None:
             return linear_partial(query, key, value, self.feature_map, **options).with_sink(sinks)
@@ -148,9 +153,11 @@ class LayerAttention(nn.Module):
         return Attended(partial.with_sink(sinks), later)
 
     @property
-    def takes_sinks(self) -> bool:
-        """True if sinks may stand beside its keys: on the softmax kernel's scale, in all heads alike."""
-        return self.feature_map is not None and shares_normalizer(self.feature_map)
+    def takes(self) -> tuple[str, ...]:
+        """Caps beside merged keys; sinks where keys are on the softmax kernel's scale, in all heads alike; in words."""
+        if self.feature_map is None:
+            return (CAPS,)
+        return (SINKS,) if shares_normalizer(self.feature_map) else ()
 
     @property
     def summary(self) -> str:
@@ -165,7 +172,7 @@ class LayerAttention(nn.Module):
 
     def _check_sinks(self, sinks: Tensor | None) -> None:
         """Refuse sinks where nothing could take them."""
-        if sinks is not None and not self.takes_sinks:
+        if sinks is not None and SINKS not in self.takes:
             raise ValueError(
                 f"{self.module_name} attends by {self.summary}, beside which sinks have no scale; give a map for "
                 "the softmax kernel with a positive normaliser, as FavorPlus"

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from linattn.feature_maps import FEATURE_MAPS, FeatureMap, FittedMap
 from linattn.hf._attention_modules import AttentionModule, attention_modules, inner_model, take_out, unwrapped
-from linattn.hf._calls import SINKS
+from linattn.hf._calls import CAPS, SINKS
 from linattn.hf._choosing import choose, merged_alone, refuse_intercepted, refuse_merged_decoder
 from linattn.hf._dispatch import NAME, UNDO, install, uninstall
 from linattn.hf.calibrating import Sample, calibrate_maps, first_sample
@@ -166,9 +166,10 @@ def linearize_(
     take_out(model, NAME)
     sample, calibrate = first_sample(calibrate)
     maps = [FEATURE_MAPS[each.map.name] for each in methods if each.map is not None]
-    # Whether there are methods and each is on the softmax kernel's scale, as far as its written form says.
-    takes_sinks = 0 < len(methods) == len(maps) and all(each.softmax_kernel for each in maps)
-    modules, reasons = choose(model, layers, example, sample, takes_sinks=takes_sinks, merged=merged)
+    # Where there are methods and each is on the softmax kernel's scale, as far as its written form says.
+    sinks = [SINKS] if 0 < len(methods) == len(maps) and all(each.softmax_kernel for each in maps) else []
+    takes = sinks if merged is None else [CAPS]
+    modules, reasons = choose(model, layers, example, sample, takes=takes, merged=merged)
     chosen = [part for part in modules if part.number not in reasons]
     _check_counts(method, window, len(chosen))
     if methods:
@@ -295,7 +296,7 @@ def try_out(found: AttentionModule, attention: LayerAttention, label: str) -> No
             "another text's, so that keys merged by all queries let earlier ones learn of later ones, and "
             "a window has no place; give it a feature map alone, or leave it out of `layers`"
         )
-    if found.has_sinks and not attention.takes_sinks:
+    if found.has_sinks and SINKS not in attention.takes:
         raise ValueError(
             f"{found.name} (layer {found.number}) asks for {SINKS}, and {label} has no positive normaliser that they "
             "could share; give another map, as FavorPlus"

@@ -105,7 +105,7 @@ class StateLayer(RecordingLayer[State]):
         """Return the attention that `linearize_` put into the module."""
         attention = attention_of(call.module)
         assert attention is not None
-        return attention.advance, attention.window or 0, attention.takes_sinks
+        return attention.advance, attention.window or 0, attention.takes
 
     def settle(self) -> None:
         """The module has run: an error if its keys never came back."""

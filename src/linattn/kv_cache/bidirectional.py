@@ -21,7 +21,7 @@ from linattn.kv_cache.window import read_beside_neighbours
 from linattn.softmax.attention import inert
 from linattn.softmax.extensions import is_readable
 from linattn.softmax.tokens import Tokens
-from linattn.softmax.weighted import Reading, attend_to_all, read
+from linattn.softmax.weighted import Reading, Scoring, attend_to_all, read
 
 # Keys that clusters are made of at first, or so many times the clusters; all others join the nearest.
 _SEEDS, _SEEDS_PER_CLUSTER = 512, 4
@@ -40,7 +40,7 @@ def attend_all_merging(
     value: Tensor,
     bias: Tensor | None,
     config: MergedKV,
-    scale: float,
+    scoring: Scoring,
     *,
     with_log: bool,
     backend: str = "auto",
@@ -52,11 +52,9 @@ def attend_all_merging(
     tokens = Tokens(*(x.to(key_bias.dtype) for x in tokens))
     # Within two blocks every row sees every key as it is.
     if key.shape[2] <= max(config.num_merged, 2 * (config.window or 0)):
-        if with_log:
-            return Reading(*attend_to_all(query, tokens, scale))
-        return read(query, tokens, scale, is_causal=False, with_log=False)
+        return _read(query, tokens, scoring, with_log=with_log)
     merged = partial(
-        _attend_merging, config=config, scale=scale, with_log=with_log, backend=backend, is_masked=bias is not None
+        _attend_merging, config=config, scoring=scoring, with_log=with_log, backend=backend, is_masked=bias is not None
     )
     if config.window is None or bias is None:
         return merged(query, tokens)
@@ -70,29 +68,37 @@ def attend_all_merging(
     return Reading(_tokens_at(back, out), None if log is None else _tokens_at(back, log.unsqueeze(-1)).squeeze(-1))
 
 
+def _read(query: Tensor, tokens: Tokens, scoring: Scoring, *, with_log: bool) -> Reading:
+    """Rows over weighted keys, those without a fused kernel some at a time."""
+    if with_log or scoring.soft_cap is not None:
+        return Reading(*attend_to_all(query, tokens, *scoring))
+    return read(query, tokens, scoring, is_causal=False, with_log=False)
+
+
 def _tokens_at(order: Tensor, rows: Tensor) -> Tensor:
     """Rows (B, H, G, L, ·) by number (B, H, L) of their tokens."""
     return torch.take_along_dim(rows, order[:, :, None, :, None], 3)
 
 
 def _attend_merging(
-    query: Tensor, tokens: Tokens, *, config: MergedKV, scale: float, with_log: bool, backend: str, is_masked: bool
+    query: Tensor, tokens: Tokens, *, config: MergedKV, scoring: Scoring, with_log: bool, backend: str, is_masked: bool
 ) -> Reading:
     """Rows over more keys than merged ones; with a window the live ones come first."""
-    sample = sampled_evenly(query, tokens.bias != -torch.inf, config.num_merged, scale, is_masked=is_masked)
+    sample = sampled_evenly(query, tokens.bias != -torch.inf, config.num_merged, scoring.scale, is_masked=is_masked)
     with torch.no_grad():
         distances = _distances(tokens, sample.spread)
-    if is_compiled(backend, query, tokens):
+    if is_compiled(backend, query, tokens, cap=scoring.soft_cap):
         start = _num_seeds(config.num_merged), _ROUNDS
+        scale = scoring.scale
         return everywhere_in_compiled_code(query, tokens, sample, distances, config, start, scale, with_log=with_log)
-    attended = sample.attends(tokens)
+    attended = sample.attends(tokens, scoring.soft_cap)
     with torch.no_grad():
         number = _clusters(tokens, distances, attended.log_mass, config.num_merged)
     means = cluster_means(tokens, number, attended.log_mass, config.num_merged)
     few = means.conserving(attended)
     if config.window is None:
-        return read(query, few, scale, is_causal=False, with_log=with_log)
-    return read_beside_neighbours(query, tokens, few, number, means.share, config.window, scale, with_log=with_log)
+        return _read(query, few, scoring, with_log=with_log)
+    return read_beside_neighbours(query, tokens, few, number, means.share, config.window, scoring, with_log=with_log)
 
 
 def _distances(tokens: Tokens, spread: Tensor) -> tuple[Metric, Axes]:

@@ -16,7 +16,7 @@ from linattn.kv_cache.codes import Codes
 from linattn.kv_cache.frames import Frame, Frames
 from linattn.softmax.partial import Partial, combine
 from linattn.softmax.tokens import Tokens
-from linattn.softmax.weighted import read
+from linattn.softmax.weighted import Scoring, read
 
 # Numbers that are decoded at once, of some tokens at least: as many as a processor's cache holds, or as take far longer
 # than to start the operations on them, of which each piece has about a hundred.
@@ -71,7 +71,7 @@ class CodedTokens(NamedTuple):
         """Tokens relative to the frames, (B, H, n, P)."""
         return Tokens(self.frames.key.decoded(self.key), self.frames.value.decoded(self.value), self.bias)
 
-    def read(self, query: Tensor, scale: float, followed: Tokens | None) -> Partial:
+    def read(self, query: Tensor, scoring: Scoring, followed: Tokens | None) -> Partial:
         """Rows (B, H, G, n, Dv) over all of them, decoded a piece at a time; or over numbers that gradients follow."""
         dtype, groups = self.bias.dtype, query.shape[2:4]
         rows = self.frames.key.queries(query.flatten(2, 3), dtype).unflatten(2, groups)
@@ -80,11 +80,16 @@ class CodedTokens(NamedTuple):
         size = max((_CPU_PIECE if query.is_cpu else _GPU_PIECE) // max(numbers, 1), _FEWEST)
         cuts = (self.cut(start, start + size).decoded() for start in range(0, max(number, 1), size))
         pieces: Iterable[Tokens] = cuts if followed is None else [followed]
-        parts = (read(rows, piece, scale, is_causal=False, with_log=True).partial() for piece in pieces)
-        out, log = combine(*parts)
         # Relative to the frames logits lack q·μ, the same for all keys, and Σ_s a_s v_s = μ + σ·H(Σ_s a_s ṽ_s).
+        lacking = (query.to(dtype) * self.frames.key.mean.unsqueeze(2)).sum(-1)
+        if scoring.soft_cap is not None:
+            # A cap is of the entire logit: a coordinate more makes up for what it lacks.
+            rows, lacking = torch.cat((rows, lacking.unsqueeze(-1)), -1), torch.zeros_like(lacking)
+            pieces = (x._replace(key=torch.nn.functional.pad(x.key, (0, 1), value=1.0)) for x in pieces)
+        parts = (read(rows, piece, scoring, is_causal=False, with_log=True).partial() for piece in pieces)
+        out, log = combine(*parts)
         out = self.frames.value.outside(out.flatten(2, 3)).unflatten(2, groups)
-        return Partial(out, log + scale * (query.to(dtype) * self.frames.key.mean.unsqueeze(2)).sum(-1))
+        return Partial(out, log + scoring.scale * lacking)
 
     @property
     def rows(self) -> tuple[CodedRows, CodedRows]:

@@ -36,7 +36,14 @@ def is_coded(config: MergedKV) -> bool:
     return config.bits is not None or bool(config.coded)
 
 
-def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, config: MergedKV | None = None) -> bool:
+def is_compiled(
+    backend: str,
+    query: Tensor,
+    tokens: Tokens,
+    *others: Tensor,
+    config: MergedKV | None = None,
+    cap: float | None = None,
+) -> bool:
     """Whether compiled code runs a call, on a stream if it has a config: where it can, and is asked for or faster."""
     has_codes = config is not None and is_coded(config)
     if backend == "torch" or (backend == "auto" and not has_codes and not _is_faster(query)):
@@ -45,6 +52,8 @@ def is_compiled(backend: str, query: Tensor, tokens: Tokens, *others: Tensor, co
     if config is not None and config.num_sinks and not has_codes:
         sinks = f"it keeps no attention sinks beside exact keys, and {config.num_sinks} are to be kept"
         reasons.append(f"{sinks}; give bits or num_sinks=0")
+    if cap is not None:
+        reasons.append(f"it has no soft caps, and this call has one of {cap}")
     if not reasons and 0 in (query.numel(), tokens.value.shape[-1]):
         reasons.append("it takes calls with queries and with values of a width, and this has none")
     if backend == "compiled" and reasons:

@@ -16,14 +16,16 @@ from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.keys import MergedKeys
 from linattn.kv_cache.state import MergedState
 from linattn.kv_cache.stream import attend_causal_merging
-from linattn.softmax.checking import KeyWeights, Qkv, checked, refuse_sdpa_options
+from linattn.softmax.checking import KeyWeights, Qkv, check_soft_cap, checked, refuse_sdpa_options
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import outside_autocast
 from linattn.softmax.row_groups import RowGroups, Streamed, attend_by_groups, turned
 from linattn.softmax.tracing import has_values
-from linattn.softmax.weighted import Reading
+from linattn.softmax.weighted import Reading, Scoring
 
 BACKENDS = ("auto", "torch", "compiled")
+Options = tuple[bool, float | None, str]
+"""Whether heads are grouped, the soft cap, and the backend."""
 
 
 class MergedPartial(NamedTuple):
@@ -60,13 +62,16 @@ def merged_attention(
     key_bias: Tensor | None = None,
     is_causal: bool = False,
     enable_gqa: bool = False,
+    soft_cap: float | None = None,
     backend: str = "auto",
     attn_mask: None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """Softmax attention to a window of exact keys, and to merged keys in place of all others, in linear time.
 
-        out_i = Σ_j w_ij v_j / Σ_j w_ij,   w_ij = exp(q_i·k_j/√D + β_j)   over exact and merged keys j
+        out_i = Σ_j w_ij v_j / Σ_j w_ij,   w_ij = exp(cap(q_i·k_j/√D) + β_j)   over exact and merged keys j
+
+    where cap(x) is x, or c·tanh(x / c) with a soft cap c.
 
     Time O((Lq + Lk)·(w + C)·(D + Dv)) per head, causally with the merges that `MergedKV` counts; memory beyond inputs
     and output that of the state and of one block of logits. Exponents, sums and the division run in at least float32,
@@ -85,7 +90,8 @@ def merged_attention(
             Differentiable.
         is_causal: query i sees keys j ≤ i + Lk - Lq: aligned bottom-right. SDPA's flag aligns top-left.
         enable_gqa: groups of H / Hkv consecutive query heads share a key/value head; one cache per key/value head.
-        backend: "torch", "compiled" (on a CPU and without gradients, in at most float32; from the wheel
+        soft_cap: c > 0, which bounds logits softly before biases and masks are added, as Gemma 2 does; None for none.
+        backend: "torch", "compiled" (on a CPU, without gradients and caps, in at most float32; from the wheel
             linattn-compiled) or "auto", which takes "compiled" where it can run the call and is faster, else "torch". A
             named backend runs or raises.
         attn_mask, dropout_p: SDPA's; another value than its default is refused, with what to give in its place.
@@ -96,8 +102,8 @@ def merged_attention(
     Raises:
         TypeError: `config` is no MergedKV; tensors are of another dtype or differ in theirs; `key_mask` is not bool.
         ValueError: shapes or devices do not fit; a causal call without a window; a window where queries and keys differ
-            in number, causally where there are more queries; unknown `backend`, or one that cannot run the call, with
-            every reason.
+            in number, causally where there are more queries; `soft_cap` is no finite number > 0; unknown `backend`, or
+            one that cannot run the call, with every reason.
 
     Example:
         >>> import torch
@@ -108,7 +114,8 @@ def merged_attention(
     """
     if attn_mask is not None or dropout_p:
         refuse_sdpa_options(attn_mask, dropout_p)
-    tokens = _checked((query, key, value), config, (key_mask, key_bias), enable_gqa, backend, is_causal=is_causal)
+    weights, options = (key_mask, key_bias), (enable_gqa, soft_cap, backend)
+    tokens = _checked((query, key, value), config, weights, options, is_causal=is_causal)
     return _rows(tokens, config, with_log=False, backend=backend).out.flatten(1, 2)
 
 
@@ -122,11 +129,12 @@ def merged_partial(
     key_bias: Tensor | None = None,
     is_causal: bool = False,
     enable_gqa: bool = False,
+    soft_cap: float | None = None,
     backend: str = "auto",
 ) -> Partial:
     """`merged_attention` with its log-normaliser, to be combined with attention over other keys.
 
-        log_normalizer_i = log Σ_j exp(q_i·k_j/√D + β_j)
+        log_normalizer_i = log Σ_j exp(cap(q_i·k_j/√D) + β_j)
 
     Cost, arguments and errors are those of `merged_attention`.
 
@@ -140,7 +148,8 @@ def merged_partial(
         >>> round(part.log_normalizer.exp()[0, 0, 0].item(), 4)
         4.0
     """
-    tokens = _checked((query, key, value), config, (key_mask, key_bias), enable_gqa, backend, is_causal=is_causal)
+    weights, options = (key_mask, key_bias), (enable_gqa, soft_cap, backend)
+    tokens = _checked((query, key, value), config, weights, options, is_causal=is_causal)
     return _rows(tokens, config, with_log=True, backend=backend).partial().ungrouped()
 
 
@@ -154,6 +163,7 @@ def merged_attention_with_state(
     key_mask: Tensor | None = None,
     key_bias: Tensor | None = None,
     enable_gqa: bool = False,
+    soft_cap: float | None = None,
     backend: str = "auto",
     attn_mask: None = None,
     dropout_p: float = 0.0,
@@ -165,7 +175,8 @@ def merged_attention_with_state(
 
     Args:
         query, key, value: as in `merged_attention`; with Lq < Lk the queries are the last ones.
-        config: the same for all calls of a stream.
+        config, soft_cap: the same for all calls of a stream. The state holds the config, and refuses another one; it
+            needs no cap and holds none, so that another cap is not noticed.
         state: the tokens before, from an earlier call; None for none. It is not changed.
         key_mask, key_bias, enable_gqa, backend: as in `merged_attention`; masked keys do not enter the state.
         attn_mask, dropout_p: SDPA's; another value than its default is refused, with what to give in its place.
@@ -189,12 +200,12 @@ def merged_attention_with_state(
     """
     if attn_mask is not None or dropout_p:
         refuse_sdpa_options(attn_mask, dropout_p)
-    tokens, keys = _begun((query, key, value), config, state, (key_mask, key_bias), enable_gqa, backend)
+    tokens, keys = _begun((query, key, value), config, state, (key_mask, key_bias), (enable_gqa, soft_cap, backend))
     if tokens.bias is None and tokens.key.shape[2] > 0 and not isinstance(keys, RowGroups):
         # Without padding all rows begin at the same token: the short way of a decode step.
         before = MergedKeys.empty(config, tokens.key, tokens.value) if keys is None else keys
         with outside_autocast(query.device):
-            rows, merged = attend_causal_merging(*tokens[:4], before, tokens.scale, with_log=False, backend=backend)
+            rows, merged = attend_causal_merging(*tokens[:4], before, tokens.scoring, with_log=False, backend=backend)
         return MergedAttended(rows.out.flatten(1, 2), _state(merged, tokens))
     rows, after = _continued(tokens, keys, config, with_log=False, backend=backend)
     return MergedAttended(rows.out.flatten(1, 2), _state(after, tokens))
@@ -210,6 +221,7 @@ def merged_partial_with_state(
     key_mask: Tensor | None = None,
     key_bias: Tensor | None = None,
     enable_gqa: bool = False,
+    soft_cap: float | None = None,
     backend: str = "auto",
 ) -> MergedPartial:
     """`merged_attention_with_state` with log-normalisers: for attention sinks, or to be combined.
@@ -226,7 +238,7 @@ def merged_partial_with_state(
         >>> [round(x, 4) for x in partial.log_normalizer.exp().flatten().tolist()]  # keys that each query sees
         [1.0, 2.0, 3.0, 4.0]
     """
-    tokens, keys = _begun((query, key, value), config, state, (key_mask, key_bias), enable_gqa, backend)
+    tokens, keys = _begun((query, key, value), config, state, (key_mask, key_bias), (enable_gqa, soft_cap, backend))
     rows, after = _continued(tokens, keys, config, with_log=True, backend=backend)
     return MergedPartial(rows.partial().ungrouped(), _state(after, tokens))
 
@@ -239,12 +251,12 @@ class _GroupedTokens(NamedTuple):
     value: Tensor  # (B, Hkv, Lk, Dv)
     bias: Tensor | None  # (B, Hkv or 1, Lk), -inf for masked keys
     is_causal: bool
+    soft_cap: float | None
 
     @property
-    def scale(self) -> float:
-        """The temperature."""
-        scale: float = self.query.shape[-1] ** -0.5
-        return scale
+    def scoring(self) -> Scoring:
+        """The temperature and the cap."""
+        return Scoring(self.query.shape[-1] ** -0.5, self.soft_cap)
 
 
 Kept = MergedKeys | RowGroups[MergedKeys]
@@ -254,7 +266,7 @@ def _rows(tokens: _GroupedTokens, config: MergedKV, *, with_log: bool, backend: 
     """Rows of whole texts; where a mask has no values to look at, causal ones are turned by what it will hold."""
     with outside_autocast(tokens.query.device):
         if not tokens.is_causal:
-            return attend_all_merging(*tokens[:4], config, tokens.scale, with_log=with_log, backend=backend)
+            return attend_all_merging(*tokens[:4], config, tokens.scoring, with_log=with_log, backend=backend)
         has_all_queries = tokens.query.shape[3] == tokens.key.shape[2]
         if tokens.bias is None or has_values(tokens.bias) or not has_all_queries:
             return _continued(tokens, None, config, with_log=with_log, backend=backend)[0]
@@ -262,7 +274,7 @@ def _rows(tokens: _GroupedTokens, config: MergedKV, *, with_log: bool, backend: 
         def attend(call: _GroupedTokens) -> Reading:
             """Rows that begin with their first live token."""
             before = MergedKeys.empty(config, call.key, call.value)
-            return attend_causal_merging(*call[:4], before, call.scale, with_log=with_log, backend=backend)[0]
+            return attend_causal_merging(*call[:4], before, call.scoring, with_log=with_log, backend=backend)[0]
 
         return Reading(*turned(tokens, attend))
 
@@ -274,7 +286,7 @@ def _continued(
 
     def attend(call: _GroupedTokens, sums: Sequence[Tensor], before: MergedKeys) -> Streamed[MergedKeys]:
         """Rows that begin at the same token."""
-        rows, after = attend_causal_merging(*call[:4], before, call.scale, with_log=with_log, backend=backend)
+        rows, after = attend_causal_merging(*call[:4], before, call.scoring, with_log=with_log, backend=backend)
         return Streamed(*rows, sums, after)
 
     nothing = partial(MergedKeys.empty, config, tokens.key, tokens.value)
@@ -289,10 +301,10 @@ def _state(keys: Kept, tokens: _GroupedTokens) -> MergedState:
 
 
 def _begun(
-    tokens: Qkv, config: MergedKV, state: MergedState | None, weights: KeyWeights, enable_gqa: bool, backend: str
+    tokens: Qkv, config: MergedKV, state: MergedState | None, weights: KeyWeights, options: Options
 ) -> tuple[_GroupedTokens, Kept | None]:
     """The tokens of a call and what is kept of those before, wrong input refused."""
-    grouped = _checked(tokens, config, weights, enable_gqa, backend, is_causal=True)
+    grouped = _checked(tokens, config, weights, options, is_causal=True)
     if state is None:
         return grouped, None
     if not isinstance(state, MergedState):
@@ -302,9 +314,10 @@ def _begun(
 
 
 def _checked(
-    tokens: Qkv, config: MergedKV, weights: KeyWeights, enable_gqa: bool, backend: str, *, is_causal: bool
+    tokens: Qkv, config: MergedKV, weights: KeyWeights, options: Options, *, is_causal: bool
 ) -> _GroupedTokens:
     """The tokens of a call, wrong input refused."""
+    enable_gqa, soft_cap, backend = options
     query, key, value, bias = checked(tokens, *weights, enable_gqa=enable_gqa)
     if not isinstance(config, MergedKV):
         raise TypeError(
@@ -314,4 +327,4 @@ def _checked(
     config.check_call(query.shape[2], key.shape[2], is_causal=is_causal)
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; merged keys have {', '.join(map(repr, BACKENDS))}")
-    return _GroupedTokens(query.unflatten(1, (key.shape[1], -1)), key, value, bias, is_causal)
+    return _GroupedTokens(query.unflatten(1, (key.shape[1], -1)), key, value, bias, is_causal, check_soft_cap(soft_cap))

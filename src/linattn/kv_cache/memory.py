@@ -21,7 +21,7 @@ from linattn.kv_cache.query_sample import QuerySample
 from linattn.softmax.partial import combine
 from linattn.softmax.tokens import Tokens
 from linattn.softmax.tracing import has_values, is_followed
-from linattn.softmax.weighted import Reading, read
+from linattn.softmax.weighted import Reading, Scoring, read
 
 # Times the tokens of the first frames of which they are taken once more: what the first are of says less of a text.
 _AGAIN = 3
@@ -141,7 +141,7 @@ class Memory(NamedTuple):
         *tiers, last = (Tier(held, None, in_compiled_code) for held in (*coded, merged))
         return cls(sinks, tuple(tiers), last)
 
-    def joined(self, leaving: Tokens, sample: QuerySample, config: MergedKV) -> Self:
+    def joined(self, leaving: Tokens, sample: QuerySample, config: MergedKV, soft_cap: float | None) -> Self:
         """With a block of tokens, the first ones of the stream as sinks."""
         count = min(config.num_sinks - self.sinks.bias.shape[2], leaving.bias.shape[2])
         sinks, leaving = self.sinks.then(leaving.cut(0, count)), leaving.cut(count, leaving.bias.shape[2])
@@ -150,9 +150,9 @@ class Memory(NamedTuple):
         for tier, size in zip(self.coded, config.tiers, strict=True):
             after, leaving = tier.pushed(leaving, sample, size) if leaving.bias.shape[2] else (tier, leaving)
             coded.append(after)
-        return type(self)(sinks, tuple(coded), self._merged(leaving, sample, config))
+        return type(self)(sinks, tuple(coded), self._merged(leaving, sample, config, soft_cap))
 
-    def read(self, query: Tensor, near: Tokens, scale: float, *, with_log: bool) -> Reading:
+    def read(self, query: Tensor, near: Tokens, scoring: Scoring, *, with_log: bool) -> Reading:
         """Rows (B, H, G, n, ·) over all of it and near tokens, causally with the last of both level."""
         exact, codes = self.sinks.then(near), []
         for tier in (*self.coded, self.merged):
@@ -162,15 +162,15 @@ class Memory(NamedTuple):
                 codes.append((tier.held, tier.followed))
         exact = _precise(exact, self.merged.held.bias)
         if not codes:
-            return read(query, exact, scale, is_causal=True, with_log=with_log)
+            return read(query, exact, scoring, is_causal=True, with_log=with_log)
         rows = query.to(exact.bias.dtype)
-        part = read(rows, exact, scale, is_causal=True, with_log=True).partial()
+        part = read(rows, exact, scoring, is_causal=True, with_log=True).partial()
         if self.merged.in_compiled_code:
             for held, _ in codes:
-                part = read_in_compiled_code(rows, *held.rows, held.bias, table(held.bias), scale, part)
+                part = read_in_compiled_code(rows, *held.rows, held.bias, table(held.bias), scoring.scale, part)
             out, log = part
         else:
-            out, log = combine(part, *(held.read(rows, scale, followed) for held, followed in codes))
+            out, log = combine(part, *(held.read(rows, scoring, followed) for held, followed in codes))
         return Reading(out.to(query.dtype), log if with_log else None)
 
     def tokens(self) -> Tokens:
@@ -180,7 +180,7 @@ class Memory(NamedTuple):
             tokens = tokens.then(tier.tokens())
         return tokens
 
-    def _merged(self, leaving: Tokens, sample: QuerySample, config: MergedKV) -> Tier:
+    def _merged(self, leaving: Tokens, sample: QuerySample, config: MergedKV, soft_cap: float | None) -> Tier:
         """The merged keys with more tokens; what is too much is merged."""
         number, extra, tier = self.merged.number, leaving.bias.shape[2], self.merged
         if extra == 0 or config.num_merged == 0:
@@ -189,7 +189,7 @@ class Memory(NamedTuple):
         if number + extra <= size.number:
             return tier.then(leaving, sample, size)
         left = config.num_left + config.num_newest
-        few, member = reduced(tier.tokens().then(leaving), sample, left, config.num_newest)
+        few, member = reduced(tier.tokens().then(leaving), sample, left, config.num_newest, soft_cap)
         # No more clusters are of several keys than keys are too many, and others are those that leave.
         return tier.replaced(few, member, number + 2 * extra - left, sample, size)
 

@@ -22,11 +22,13 @@ class Reduced(NamedTuple):
     member: Tensor  # (B, H, C), the number of the only key in a cluster; 0 where there is none, n where several are
 
 
-def reduced(tokens: Tokens, sample: QuerySample, num_merged: int, num_newest: int = 0) -> Reduced:
+def reduced(
+    tokens: Tokens, sample: QuerySample, num_merged: int, num_newest: int = 0, soft_cap: float | None = None
+) -> Reduced:
     """At most `num_merged` weighted keys in place of n (B, H, n, ·), the last `num_newest` unmerged; O(n²·(D + Dv))."""
     if tokens.bias.shape[2] <= num_merged:
         return Reduced(tokens, torch.arange(tokens.bias.shape[2], device=tokens.bias.device).expand(tokens.bias.shape))
-    attended = sample.attends(tokens)
+    attended = sample.attends(tokens, soft_cap)
     with torch.no_grad():
         size, room = tokens.bias.shape[2] - num_newest, num_merged - num_newest
         older = tokens.cut(0, size)

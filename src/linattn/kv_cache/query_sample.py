@@ -12,8 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from linattn.softmax.attention import soft_capped
 from linattn.softmax.extensions import is_readable
 from linattn.softmax.tokens import Tokens, picked
+from linattn.softmax.weighted import Scoring
 
 # Queries that a block of tokens gives, where a group has no more heads.
 _FEWEST = 8
@@ -31,10 +33,11 @@ class SampleAttention(NamedTuple):
     log_mass: Tensor  # (B, H, n), of Σ_s a_si of each key; -inf for absent ones
     query: Tensor  # (B, H, S, D), those that attend: at least one
     log_normalizer: Tensor  # (B, H, S), theirs; so large that those that are not there attend to nothing
+    soft_cap: float | None  # on their logits
 
     def log_attended(self, key: Tensor) -> Tensor:
         """Logarithms (B, H, C) of Σ_s a_s of other keys (B, H, C, D), beside the same ones."""
-        return (self.query @ key.mT - self.log_normalizer.unsqueeze(-1)).logsumexp(2)
+        return (soft_capped(self.query @ key.mT, self.soft_cap) - self.log_normalizer.unsqueeze(-1)).logsumexp(2)
 
 
 class QuerySample(NamedTuple):
@@ -65,7 +68,7 @@ class QuerySample(NamedTuple):
         sample = torch.cat((self.query, rows), 2)[:, :, -size:].clone()
         return QuerySample(sample, torch.cat((self.there, there), 2)[..., -size:].clone())
 
-    def attends(self, tokens: Tokens) -> SampleAttention:
+    def attends(self, tokens: Tokens, soft_cap: float | None = None) -> SampleAttention:
         """Attention of the sample to keys (B, H, n, ·); where none of it is there, to all alike. O(n·S·D)."""
         query, there = self
         if query.shape[2] == 0:
@@ -75,11 +78,11 @@ class QuerySample(NamedTuple):
         inputs = query, there, tokens.key, tokens.bias.clamp(min=_NEVER).unsqueeze(2)
         size, logs = max(_CHUNK // max(query.shape[2] * tokens.bias.shape[2], 1), 1), []
         for rows, seen, key, bias in zip(*(x.flatten(0, 1).split(size) for x in inputs), strict=True):
-            logits = torch.baddbmm(bias, rows, key.mT)
+            logits = Scoring(1.0, soft_cap).biased(bias, rows, key.mT)
             log = torch.where(seen, logits.logsumexp(-1), -_NEVER)
             logs.append(((logits - log.unsqueeze(-1)).logsumexp(1), log))
         log_mass, log = (torch.cat(x).unflatten(0, query.shape[:2]) for x in zip(*logs, strict=True))
-        return SampleAttention(torch.where(tokens.bias == -torch.inf, -torch.inf, log_mass), query, log)
+        return SampleAttention(torch.where(tokens.bias == -torch.inf, -torch.inf, log_mass), query, log, soft_cap)
 
     @property
     def power(self) -> Tensor:

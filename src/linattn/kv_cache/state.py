@@ -12,7 +12,7 @@ from torch import Tensor
 from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.keys import MergedKeys
 from linattn.kv_cache.state_checks import check_continues, check_tensors, checked_sizes
-from linattn.softmax.checking import DTYPES, check_dense, check_dtype, check_indices
+from linattn.softmax.checking import DTYPES, check_dense, check_dtype, check_indices, check_soft_cap
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import outside_autocast
 from linattn.softmax.row_groups import RowGroups
@@ -65,17 +65,18 @@ class MergedState(Restored):
         with outside_autocast(self.groups[0].recent.key.device):
             return self.keys.tokens()
 
-    def read(self, query: Tensor) -> Partial:
+    def read(self, query: Tensor, *, soft_cap: float | None = None) -> Partial:
         """Attention of queries over all tokens in the state; O(Lq·n·(D + Dv)).
 
         Args:
             query: (B, Hq, Lq, D), Hq a multiple of H: query heads share key/value heads in consecutive groups.
+            soft_cap: as in `linattn.merged_attention`, that of the stream's calls.
 
         Returns:
             The partial result over the state's tokens, at the temperature D**-0.5, ready for `linattn.combine`.
 
         Raises:
-            ValueError: shapes or devices do not fit the state.
+            ValueError: shapes or devices do not fit the state; `soft_cap` is no finite number > 0.
         """
         if not isinstance(query, Tensor):
             raise TypeError(f"query must be a tensor, got {type(query).__name__}")
@@ -91,7 +92,8 @@ class MergedState(Restored):
             )
         grouped = query.unflatten(1, (sizes.heads, -1))
         with outside_autocast(query.device):
-            return attend_to_all(grouped, self.tokens(), sizes.head_dim**-0.5).ungrouped()
+            tokens, cap = self.tokens(), check_soft_cap(soft_cap)
+            return attend_to_all(grouped, tokens, sizes.head_dim**-0.5, cap).ungrouped()
 
     def select(self, indices: Tensor) -> MergedState:
         """The rows `indices` (1-D integer tensor) of the batch, in that order: beams, forks, compaction."""

@@ -15,7 +15,7 @@ from linattn.kv_cache.keys import MergedKeys, Stream
 from linattn.kv_cache.memory import Memory
 from linattn.softmax.attention import inert
 from linattn.softmax.tokens import Tokens
-from linattn.softmax.weighted import Reading, read
+from linattn.softmax.weighted import Reading, Scoring, read
 
 
 def attend_causal_merging(
@@ -24,7 +24,7 @@ def attend_causal_merging(
     value: Tensor,
     bias: Tensor | None,
     before: MergedKeys,
-    scale: float,
+    scoring: Scoring,
     *,
     with_log: bool,
     backend: str = "auto",
@@ -34,11 +34,11 @@ def attend_causal_merging(
     biases = before.recent.bias.new_zeros(1, 1, key.shape[2]) if bias is None else bias
     tokens, config = before.recent.then(Tokens(key, value, biases.expand(key.shape[:3]))), before.config
     stream = Stream(query, tokens, before)
-    in_compiled_code = is_compiled(backend, query, tokens, *before.leaves(), config=config)
+    in_compiled_code = is_compiled(backend, query, tokens, *before.leaves(), config=config, cap=scoring.soft_cap)
     if in_compiled_code and not is_coded(config):
-        rows, keys = stream_in_compiled_code(stream, scale, with_log=with_log)
+        rows, keys = stream_in_compiled_code(stream, scoring.scale, with_log=with_log)
     else:
-        rows, keys = stream_in_torch(stream, scale, with_log=with_log, in_compiled_code=in_compiled_code)
+        rows, keys = stream_in_torch(stream, scoring, with_log=with_log, in_compiled_code=in_compiled_code)
     # Copies: views would keep all keys of the call in memory.
     block, length, sinks = config.blocks.size, stream.num_tokens, keys.sinks
     oldest = max(-(-length // block) - 1 - config.blocks.number, 0) * block
@@ -49,7 +49,7 @@ def attend_causal_merging(
 
 
 def stream_in_torch(
-    stream: Stream, scale: float, *, with_log: bool, in_compiled_code: bool
+    stream: Stream, scoring: Scoring, *, with_log: bool, in_compiled_code: bool
 ) -> tuple[Reading, MergedKeys]:
     """All blocks, one after the other, without the recent keys; differentiable but in compiled code."""
     query, tokens, before, first, parts = stream.query, stream.tokens, stream.before, stream.first, []
@@ -59,16 +59,16 @@ def stream_in_torch(
         end = min(begin + config.blocks.size, stream.num_tokens)
         gone = stream.leaving(begin)
         if gone.start < gone.stop:
-            memory = memory.joined(tokens.cut(gone.start, gone.stop), sample, config)
+            memory = memory.joined(tokens.cut(gone.start, gone.stop), sample, config, scoring.soft_cap)
         start = max(begin, first)
         if start < end:
             rows = query[:, :, :, start - first : end - first]
             near = tokens.cut(gone.stop, end)
-            parts.append(memory.read(rows, near, scale, with_log=with_log))
+            parts.append(memory.read(rows, near, scoring, with_log=with_log))
             live = tokens.bias[..., start:end] != -torch.inf
-            sample = sample.add(rows, live, scale, block=config.blocks.size, first=start - begin)
+            sample = sample.add(rows, live, scoring.scale, block=config.blocks.size, first=start - begin)
     if not parts:
-        parts.append(read(query, tokens.cut(0, 0), scale, is_causal=True, with_log=with_log))
+        parts.append(read(query, tokens.cut(0, 0), scoring, is_causal=True, with_log=with_log))
     coded = tuple(tier.held for tier in memory.coded)
     keys = MergedKeys(memory.sinks, coded, memory.merged.held, sample, before.recent, config)
     return Reading.joined(parts), keys

@@ -17,7 +17,7 @@ from linattn.softmax.partial import Partial
 from linattn.softmax.precision import LOG2_E
 from linattn.softmax.tokens import Tokens, by_block
 from linattn.softmax.tracing import is_followed
-from linattn.softmax.weighted import Reading
+from linattn.softmax.weighted import Reading, Scoring
 
 # Weights held at once: few enough to stay in a processor's cache from one pass to the next.
 _CHUNK = 2**19
@@ -58,7 +58,7 @@ def read_beside_neighbours(
     number: Tensor,  # (B, H, L), of each key's cluster
     share: Tensor,  # (B, H, L), of each key in its cluster
     window: int,
-    scale: float,
+    scoring: Scoring,
     *,
     with_log: bool,
 ) -> Reading:
@@ -70,13 +70,13 @@ def read_beside_neighbours(
     flat, few = flat._replace(bias=flat.bias * LOG2_E), few._replace(bias=few.bias * LOG2_E)
     few = few._replace(bias=_left(few.bias, number, share, window))
     sources = _Sources(flat, number.clamp(max=few.key.shape[1] - 1), share, few)
-    rows = _in_turn(query, sources, window, scale * LOG2_E)
+    rows = _in_turn(query, sources, window, scoring.in_powers_of_two())
     out, log = _together(rows, query.shape[:2].numel() * few.bias.shape[-1])
     out, log = (_rows(x, query, few.bias.shape[-1]) for x in (out, log))
     return Reading(out, log if with_log else None)
 
 
-def _in_turn(query: Tensor, sources: _Sources, window: int, scale: float) -> Iterator[Partial]:
+def _in_turn(query: Tensor, sources: _Sources, window: int, scoring: Scoring) -> Iterator[Partial]:
     """The rows of blocks (n, R, ·), of one head after the other: of whole heads at once, or of blocks of one."""
     groups, length = query.shape[2:4]
     num_clusters, num_blocks = sources.clusters.bias.shape[1:]
@@ -91,7 +91,7 @@ def _in_turn(query: Tensor, sources: _Sources, window: int, scale: float) -> Ite
             head_rows = rows[:, heads, :, start : start + span]
             blocks = by_block(head_rows, -(-head_rows.shape[3] // window), window)[0]
             some = sources.cut(heads, start, blocks.shape[1], window)
-            parts = [_read(x, some, scale) for x in blocks.split(max(_CHUNK // per_row, 1), 2)]
+            parts = [_read(x, some, scoring) for x in blocks.split(max(_CHUNK // per_row, 1), 2)]
             if len(parts) > 1:
                 parts = [Partial(*(torch.cat(pieces, 2) for pieces in zip(*parts, strict=True)))]
             yield Partial(*(x.flatten(0, 1) for x in parts[0]))
@@ -123,15 +123,15 @@ def _left(bias: Tensor, number: Tensor, share: Tensor, window: int) -> Tensor:
     return torch.where(faint, -torch.inf, bias.unsqueeze(-1))
 
 
-def _read(query: Tensor, sources: _Sources, scale: float) -> Partial:
+def _read(query: Tensor, sources: _Sources, scoring: Scoring) -> Partial:
     """Rows (N, n, R, D) of the blocks, in powers of two, and their log-normalisers; 0 where no key is seen."""
     (key, value, bias), clusters = sources.near, sources.clusters
     (heads, size, blocks), shape = clusters.bias.shape, query.shape[:3]
     rows = query.to(bias.dtype)
     # Rows last: what is taken back of a cluster is a few rows of its weights.
-    near = torch.baddbmm(bias.flatten(0, 1), key.flatten(0, 1), rows.flatten(0, 1).mT, alpha=scale)
+    near = scoring.biased(bias.flatten(0, 1), key.flatten(0, 1), rows.flatten(0, 1).mT)
     near, whole = near.unflatten(0, shape[:2]), clusters.bias.repeat_interleave(shape[2], -1)
-    whole = torch.baddbmm(whole, clusters.key, rows.flatten(1, 2).mT, alpha=scale).unflatten(2, shape[1:])
+    whole = scoring.biased(whole, clusters.key, rows.flatten(1, 2).mT).unflatten(2, shape[1:])
     peak = torch.maximum(near.detach().amax(2), whole.detach().amax(1))
     peak = torch.where(peak == -torch.inf, 0, peak)
     near, whole = (near - peak.unsqueeze(2)).exp2_(), (whole - peak.unsqueeze(1)).exp2_()

@@ -117,16 +117,23 @@ def softmax_partial(
         return softmax_rows(query, k, v, logits, query.shape[-1] ** -0.5 if scale is None else scale)
 
 
-def softmax_rows(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Partial:
+def softmax_rows(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, soft_cap: float | None = None
+) -> Partial:
     """Rows (..., n, Dv) over keys (..., K, D) and values, in at least float32; 0 where every bias is -inf."""
     dtype = accumulation_dtype(query.dtype)
-    logits = (query.to(dtype) * scale) @ key.to(dtype).mT
+    logits = soft_capped((query.to(dtype) * scale) @ key.to(dtype).mT, soft_cap)
     weights, peak = exponentials(logits if bias is None else logits + bias)
     total = weights.sum(-1, keepdim=True)
     dead = total == 0
     total = torch.where(dead, 1, total)
     log_normalizer = torch.where(dead, -torch.inf, total.log() + peak)
     return Partial((weights / total @ value.to(dtype)).to(query.dtype), log_normalizer.squeeze(-1))
+
+
+def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
+    """c·tanh(x / c) of logits x, before biases and masks are added; x where there is no cap."""
+    return logits if cap is None else cap * (logits / cap).tanh()
 
 
 def exponentials(logs: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import NoReturn
@@ -179,6 +180,16 @@ def check_indices(indices: Tensor, name: str = "indices") -> None:
             f"{name} must be a 1-D integer tensor, got {indices.dtype} of shape {tuple(indices.shape)}; "
             "turn a mask into indices with mask.nonzero().squeeze(1)"
         )
+
+
+def check_soft_cap(soft_cap: float | None) -> float | None:
+    """A cap on logits as a float, or None for none; refuse what is no finite number > 0."""
+    if soft_cap is None:
+        return None
+    is_number = isinstance(soft_cap, int | float) and not isinstance(soft_cap, bool)
+    if not is_number or not 0 < soft_cap < math.inf:
+        raise ValueError(f"soft_cap must be a finite number > 0, or None for no cap, got {soft_cap!r}")
+    return float(soft_cap)
 
 
 TOKEN_DTYPES = {torch.float32: (torch.float32, torch.float16, torch.bfloat16), torch.float64: (torch.float64,)}

@@ -7,13 +7,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.softmax.attention import causal_mask, softmax_rows
+from linattn.softmax.attention import causal_mask, soft_capped, softmax_rows
 from linattn.softmax.partial import Partial, joined
+from linattn.softmax.precision import LOG2_E
 from linattn.softmax.tokens import Tokens
 from linattn.softmax.tracing import is_transformed
 
 # Weights held at once.
 _CHUNK = 2**22
+
+
+class Scoring(NamedTuple):
+    """How a query and a key make a logit: x = scale·q·k, or c·tanh(x / c) where there is a soft cap c."""
+
+    scale: float
+    soft_cap: float | None = None
+
+    def in_powers_of_two(self) -> Scoring:
+        """Logits whose powers of two are the powers of e of these."""
+        return Scoring(self.scale * LOG2_E, None if self.soft_cap is None else self.soft_cap * LOG2_E)
+
+    def biased(self, bias: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """Biases plus the logits of products of matrices (N, ·, ·), of which one holds the queries."""
+        if self.soft_cap is None:
+            return torch.baddbmm(bias, left, right, alpha=self.scale)
+        return bias + soft_capped(self.scale * (left @ right), self.soft_cap)
 
 
 class Reading(NamedTuple):
@@ -34,7 +52,7 @@ class Reading(NamedTuple):
         return Partial(self.out, self.log_normalizer)
 
 
-def read(query: Tensor, tokens: Tokens, scale: float, *, is_causal: bool, with_log: bool) -> Reading:
+def read(query: Tensor, tokens: Tokens, scoring: Scoring, *, is_causal: bool, with_log: bool) -> Reading:
     """Rows (B, H, G, n, ·) over weighted keys, causally with the last of both level; 0 where no key is seen."""
     dtype, (groups, number) = tokens.bias.dtype, query.shape[2:4]
     rows = query.flatten(2, 3).to(dtype)
@@ -43,18 +61,19 @@ def read(query: Tensor, tokens: Tokens, scale: float, *, is_causal: bool, with_l
         bias = torch.where(causal_mask(number, bias.shape[-1], bias.device), bias, -torch.inf)
         bias = bias.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(2, 3)
     key, value = tokens.key.to(dtype), tokens.value.to(dtype)
-    # torch's kernels tell no log-normaliser, and under torch.func take a bias that gradients follow for a constant.
-    if with_log or is_transformed():
-        part = softmax_rows(rows, key, value, bias, scale)
+    # torch's kernels have no cap, tell no log-normaliser, and under torch.func take a bias that gradients follow for a
+    # constant.
+    if with_log or scoring.soft_cap is not None or is_transformed():
+        part = softmax_rows(rows, key, value, bias, *scoring)
         out, log = part.out, part.log_normalizer.unflatten(2, (groups, number)) if with_log else None
     else:
         mask = bias.expand(*rows.shape[:3], -1)
-        out, log = torch.nn.functional.scaled_dot_product_attention(rows, key, value, mask, scale=scale), None
+        out, log = torch.nn.functional.scaled_dot_product_attention(rows, key, value, mask, scale=scoring.scale), None
     return Reading(out.to(query.dtype).unflatten(2, (groups, number)), log)
 
 
-def attend_to_all(query: Tensor, tokens: Tokens, scale: float) -> Partial:
+def attend_to_all(query: Tensor, tokens: Tokens, scale: float, soft_cap: float | None = None) -> Partial:
     """Exact rows (B, H, G, L, ·) over the same few tokens."""
     size = max(_CHUNK // max(query.shape[:3].numel() * tokens.key.shape[2], 1), 1)
     key, value, bias = tokens.key.unsqueeze(2), tokens.value.unsqueeze(2), tokens.bias[:, :, None, None]
-    return joined([softmax_rows(rows, key, value, bias, scale) for rows in query.split(size, 3)])
+    return joined([softmax_rows(rows, key, value, bias, scale, soft_cap) for rows in query.split(size, 3)])
