@@ -7,6 +7,7 @@ from faults.fault import Fault
 WINDOWS = "tests/hf/test_sliding_windows.py"
 PROBING = "tests/hf/test_probing.py"
 TEXT = "tests/hf/test_text_streaming.py"
+CAPS = "tests/hf/test_soft_caps.py"
 SINKS, SINK_LAWS = "tests/hf/test_attention_sinks.py", "tests/laws/test_sinks.py"
 
 FAULTS = (
@@ -18,6 +19,16 @@ FAULTS = (
         "(SINKS,)",
         SINKS,
     ),
+    Fault("forget a call's cap", "hf/_calls.py", "if cap is None else", "if True else", CAPS),
+    Fault(
+        "forget a cap as calls are taken back",
+        "hf/_cache_layers.py",
+        "**self.scoring,",
+        "scale=self.scoring['scale'],",
+        CAPS,
+    ),
+    Fault("give caps to any layer", "hf/_probing.py", "if CAPS not in takes and", "if False and", CAPS),
+    Fault("give caps to any map", "hf/linearization.py", "sinks if merged is None else [CAPS]", "[*sinks, CAPS]", CAPS),
     Fault("give sinks to any layer", "hf/_probing.py", "if SINKS not in takes and", "if False and", SINKS),
     Fault("take sinks of any shape", "hf/_calls.py", " and value.ndim != 1", " and False", SINKS),
     Fault("give a key of value 0 the weight of no key", "softmax/partial.py", "log - least", "log + least", SINK_LAWS),

@@ -70,7 +70,6 @@ def test_what_is_no_config_or_model(model):
     ("family", "words"),
     [
         ("bert", "keeps keys and values of a causal text"),
-        ("gemma2", "can be bounded: it asks for soft-capped logits"),
         ("bloom", "does not take its attention from"),
         ("falcon", "does not take its attention from"),
     ],

@@ -180,7 +180,11 @@ def test_layers_that_stay_attend_by_the_models_own_function():
     wanted, text = run(model, IDS, attention_mask=MASK.long())[MASK], greedy(model)
     report = linearize_(model, method=EXACT)
     assert [(row.layer, row.reason) for row in report.kept] == [
-        (0, "it asks for soft-capped logits, which neither a feature map nor merged keys can express")
+        (
+            0,
+            "it asks for soft-capped logits, which no feature map can express; a BoundedCache takes them, and "
+            "linearize_ in encoders, for merged keys alone",
+        )
     ]
     assert differ(run(model, IDS, attention_mask=MASK.long())[MASK], wanted) <= CLOSE
     assert torch.equal(greedy(model), text)

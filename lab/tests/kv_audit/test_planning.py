@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from linattn import softmax_attention
 from linattn.hf import intercept
@@ -14,6 +16,7 @@ from linattn.kv_cache.budget import Sizes, kept_bytes
 from linattn.kv_cache.layer_plans import PLAIN, read_memory_plans, write_memory_plans
 from linattn.records.texts import Text
 from linattn_lab.kv_audit.measuring import MemoryAudit
+from linattn_lab.kv_audit.methods import Bounded
 from linattn_lab.kv_audit.names import BOUNDED, PLANNED
 from linattn_lab.kv_audit.planning import CANDIDATES, attended, is_of, kept_by, plan_memory
 from linattn_lab.kv_audit.plans import Choice
@@ -44,6 +47,18 @@ def test_a_plan_is_measured_within_the_bytes_of_its_layers(tiny, words, tmp_path
     (row,) = (row for row in audit.rows() if isinstance(row, PassageRow) and row.method == PLANNED)
     assert (row.budget, row.label) == (BUDGET, plan.label)
     assert 0 < row.num_bytes <= 2 * 2 * BUDGET * 64
+
+
+def test_capped_logits_are_refused_not_planned_without_their_cap():
+    """In all layers before anything is measured, in some by the first call that would be answered."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "layer_types": ["full_attention"] * 2}
+    model = Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, pad_token_id=0)).eval()
+    with pytest.raises(ValueError, match="it asks for soft-capped logits"):
+        Bounded.of(model)
+    model.model.layers[0].self_attn.attn_logit_softcapping = None
+    with pytest.raises(ValueError, match="asks for soft-capped logits"), intercept(model, partial(attended, {})):
+        model(torch.tensor([[3, 4, 5]]))
 
 
 def test_a_plan_of_plain_windows_is_no_method(tiny, words, tmp_path):

@@ -72,9 +72,10 @@ class BoundedCache(TextCache):
 
     The model's weights and modules are not touched. Its attention implementation becomes "linattn", which attends as
     the former one did, to the bit, in every call without such a cache; a model may also be loaded with it. Layers with
-    a sliding window, recurrent layers, and layers that attend in a way that merged keys cannot express (soft caps, keys
-    shared with other layers) keep transformers' own cache layers; `report` says which. Where every layer has a sliding
-    window, those wider than the budget are bounded, for texts up to the window.
+    a sliding window, recurrent layers, and layers that attend in a way that merged keys cannot express (keys shared
+    with other layers) keep transformers' own cache layers; `report` says which. Soft caps on logits and learned
+    attention sinks are those of the model. Where every layer has a sliding window, those wider than the budget are
+    bounded, for texts up to the window.
 
     To continue a text, give the same cache again; to try several continuations, continue from `fork`. A call that ends
     by an error may leave it between two tokens, and the next call refuses it then, unless only recurrent layers ran.

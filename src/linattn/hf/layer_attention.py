@@ -28,7 +28,7 @@ class LayerAttention(nn.Module):
     queries enter as (c/s)·q, and nothing is multiplied where the two agree. Models that scale their queries themselves
     and then ask for c = 1 (ESM, Whisper) thereby get them back as they were.
 
-    Merged keys stand for the softmax kernel themselves, and have no state here.
+    Merged keys stand for the softmax kernel themselves, capped where the model asks for that, and have no state here.
 
     Cost: that of `linattn.linear_attention`, or of `linattn.merged_attention`.
 

@@ -88,13 +88,13 @@ def linearize_(
     `BoundedCache`.
 
     Passes of a few tokens first show what each layer asks its attention for. A layer keeps its softmax, and the report
-    says why, where φ(q)·φ(k) cannot express that: position biases, soft-capped logits, masks of pairs that the model
-    makes itself, keys that other layers attend to as well, a module that attends several times in a pass, a cache of
-    the model's own class; attention sinks, but for written forms of maps for the softmax kernel. So do, unless they are
-    named in `layers`, sliding windows and chunks, masks by which tokens of a picture see later ones, encoders that
-    generate, and cross attention. What only some calls ask for is refused when they do: packed sequences, a mask of
-    pairs given by the caller, texts beyond a replaced layer's window, dropout on the weights (load the model with its
-    attention dropout at 0), returned weights.
+    says why, where φ(q)·φ(k) cannot express that: position biases, masks of pairs that the model makes itself, keys
+    that other layers attend to as well, a module that attends several times in a pass, a cache of the model's own
+    class; soft-capped logits, but for merged keys in every layer; attention sinks, but for written forms of maps for
+    the softmax kernel. So do, unless they are named in `layers`, sliding windows and chunks, masks by which tokens of a
+    picture see later ones, encoders that generate, and cross attention. What only some calls ask for is refused when
+    they do: packed sequences, a mask of pairs given by the caller, texts beyond a replaced layer's window, dropout on
+    the weights (load the model with its attention dropout at 0), returned weights.
 
     Cost: three forward passes of two rows of a few tokens, or of a picture or sound; building the maps; with
     `calibrate` a forward pass per batch, and memory for at most 16384 tokens of each layer's queries and keys.
