@@ -148,7 +148,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         linear_value_head_dim=8,
     ),
     "Gemma": decoder("GemmaForCausalLM"),
-    "Gemma 2": decoder("Gemma2ForCausalLM", sliding_window=8),
+    "Gemma 2": decoder("Gemma2ForCausalLM", sliding_window=8, attn_logit_softcapping=0.2),
     "Gemma 2 without caps": decoder("Gemma2ForCausalLM", sliding_window=8, attn_logit_softcapping=None),
     "Gemma 3": decoder(
         "Gemma3ForCausalLM", "Gemma3Text", sliding_window=8, layer_types=["sliding_attention", "full_attention"]
@@ -177,7 +177,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=VOCABULARY,
     ),
-    "VaultGemma": decoder("VaultGemmaForCausalLM", sliding_window=8),
+    "VaultGemma": decoder("VaultGemmaForCausalLM", sliding_window=8, attn_logit_softcapping=0.2),
     "gpt-oss": decoder("GptOssForCausalLM", **EXPERTS),
     "DiffLlama": decoder("DiffLlamaForCausalLM"),
     "Llama 4, chunks": decoder(
@@ -289,6 +289,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ESM": encoder("EsmModel", pad_token_id=1, mask_token_id=2, position_embedding_type="rotary"),
     "EuroBERT": encoder("EuroBertModel", **TOKENS, num_key_value_heads=2),
     "MPNet": encoder("MPNetModel"),
+    "T5Gemma, the encoder": Architecture(
+        "T5GemmaEncoderModel",
+        "encoder",
+        {"encoder": {**DECODER, "sliding_window": 8, "attn_logit_softcapping": 0.2}, "is_encoder_decoder": False},
+        "T5Gemma",
+    ),
     "DeBERTa v2": encoder("DebertaV2Model"),
     # Encoders of pictures and sound.
     "ViT": picture("ViTModel"),
