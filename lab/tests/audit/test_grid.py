@@ -43,7 +43,7 @@ def test_fixed_maps_are_measured_once():
         ({"features": (64, 64)}, "different positive integers"),
         ({"features": (0,)}, "different positive integers"),
         ({"draws": 0}, "draws must be at least 1"),
-        ({"seed": -1}, "seed must be at least 0"),
+        ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
     ],
 )
 def test_refusals(options, words):

@@ -249,7 +249,7 @@ def test_a_system_that_does_not_tell_its_memory(monkeypatch, tmp_path):
         ({"device": "tpu"}, "device must be one of cpu, cuda; got 'tpu'"),
         ({"heads": 0}, "heads must be at least 1, got 0"),
         ({"repeats": 0}, "repeats must be at least 1, got 0"),
-        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
         ({"map": "EluPlusOne"}, "EluPlusOne has a width of its own, got features=16; leave the features out"),
         ({"map": "Performer"}, "there is no feature map 'Performer'"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from linattn.feature_maps._arguments import check_seed
 from linattn.methods.method import Method, parse_method
 
 DEFAULT_MAP = "Expansion(num_centres=16) + window 32"
@@ -73,8 +74,7 @@ class ConvertConfig:
         self._check_methods()
         if not (math.isfinite(self.minutes) and self.minutes >= 0):
             raise ValueError(f"minutes must be a finite number of 0 or more, got {self.minutes}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
+        check_seed(self.seed)
         for name in ("num_tokens", "batch_size", "learning_rate", "map_learning_rate"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
@@ -92,7 +92,7 @@ class ConvertConfig:
 
     def _check_kinds(self) -> None:
         """Refuse numbers that are no integers, and one thing in the place of several."""
-        for name in ("num_features", "num_tokens", "min_tokens", "adapter_rank", "batch_size", "seed"):
+        for name in ("num_features", "num_tokens", "min_tokens", "adapter_rank", "batch_size"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise TypeError(f"{name} must be an integer, got {value!r}")

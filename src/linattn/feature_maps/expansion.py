@@ -12,7 +12,7 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._arguments import check_count, temperature
+from linattn.feature_maps._arguments import check_count, check_seed, temperature
 from linattn.feature_maps._base import FeatureMap
 from linattn.feature_maps._fitted import FittedMap, by_head, grouped_sample, kmeans, means, nearest, token_mean
 
@@ -218,7 +218,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
         with torch.no_grad():
             # The samples of a batch are one sample.
             queries, keys = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (grouped, key))
-            fitted = self._find(queries, keys, None, None, seed)
+            fitted = self._find(queries, keys, None, None, check_seed(seed))
             # Those of one head serve any number.
             one = key.shape[1] == 1
             self._set_fitted(*(fitted[name][0, 0] if one else fitted[name][0] for name in self.fitted_buffers))

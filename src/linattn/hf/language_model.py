@@ -12,6 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from linattn.feature_maps import FittedMap
+from linattn.feature_maps._arguments import check_count, check_seed
 from linattn.hf._calls import hides_nothing
 from linattn.hf.language_model_config import LinearLMConfig, blocks_of
 from linattn.hf.state_cache import StreamCache
@@ -188,13 +189,16 @@ class RedrawCallback(TrainerCallback):
         every: how many steps a draw serves, ≥ 1.
         seed: of the schedule.
 
+    Raises:
+        ValueError: `every` or `seed` is not an integer in its range.
+
     Example:
         >>> RedrawCallback(every=1000).every
         1000
     """
 
     def __init__(self, *, every: int, seed: int = 0) -> None:
-        self.every, self.seed = every, seed
+        self.every, self.seed = check_count("every", every), check_seed(seed)
         self._schedule: RedrawSchedule | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from linattn import positions as encodings
+from linattn.feature_maps._arguments import check_seed
 from linattn.methods.method import parse_method
 from linattn.nn import Block, LinearAttention, SoftmaxAttention
 from linattn.nn.attention import QkNorm
@@ -91,6 +92,7 @@ class LinearLMConfig(PreTrainedConfig):
 
 def blocks_of(config: LinearLMConfig) -> list[Block]:
     """The blocks that a config stands for, freshly drawn."""
+    check_seed(config.seed)
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
         size = getattr(config, name)
         if size is not None and size < 1:

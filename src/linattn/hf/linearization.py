@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from linattn.feature_maps import FEATURE_MAPS, FeatureMap, FittedMap
+from linattn.feature_maps._arguments import check_seed
 from linattn.hf._attention_modules import AttentionModule, attention_modules, inner_model, take_out, unwrapped
 from linattn.hf._calls import CAPS, SINKS
 from linattn.hf._choosing import choose, merged_alone, refuse_intercepted, refuse_merged_decoder
@@ -161,6 +162,7 @@ def linearize_(
         raise TypeError(
             f"example must be a mapping of the model's inputs, as {{'input_ids': …}}, got {type(example).__name__}"
         )
+    check_seed(seed)
     methods, layers = _methods(method), None if layers is None else list(layers)
     merged = merged_alone(model, layers, methods)
     take_out(model, NAME)

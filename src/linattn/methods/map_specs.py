@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from linattn.feature_maps import FEATURE_MAPS, WRAPPERS, FeatureMap
+from linattn.feature_maps._arguments import check_seed
 from linattn.softmax.checking import did_you_mean
 
 # What an audit sets itself, so that draws are comparable between maps, and what it measures with `fit`.
@@ -53,7 +54,7 @@ class MapSpec:
         if self.takes_features != (num_features is not None):
             wanted = "needs a number of features" if self.takes_features else "has a width of its own"
             raise ValueError(f"{self.label} {wanted}, got num_features={num_features}")
-        offered = {"num_features": num_features, "scale": scale, "seed": seed, "num_heads": num_heads}
+        offered = {"num_features": num_features, "scale": scale, "seed": check_seed(seed), "num_heads": num_heads}
         taken = {name: value for name, value in offered.items() if name in self._parameters and value is not None}
         # A scale among the options has precedence.
         feature_map = FEATURE_MAPS[self.name](head_dim, **{**taken, **dict(self.options)})

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from linattn.feature_maps import RandomFeatureMap
-from linattn.feature_maps._arguments import check_count
+from linattn.feature_maps._arguments import check_count, check_seed
 
 
 class RedrawSchedule:
@@ -44,7 +44,7 @@ class RedrawSchedule:
 
     def __init__(self, model: nn.Module, *, every: int, seed: int = 0) -> None:
         self.model, self.num_steps = model, 0
-        self.every, self.seed = check_count("every", every), check_count("seed", seed, at_least=0)
+        self.every, self.seed = check_count("every", every), check_seed(seed)
         if not self._maps():
             raise ValueError(f"{type(model).__name__} has no map that is drawn, hence nothing to redraw")
 
@@ -78,7 +78,7 @@ class RedrawSchedule:
         """
         names = ("num_steps", "every", "seed")
         numbers = {name: state_dict.get(name) for name in names}
-        if not all(isinstance(value, int) and value >= 0 for value in numbers.values()) or numbers["every"] == 0:
+        if not all(type(value) is int and value >= 0 for value in numbers.values()) or numbers["every"] == 0:
             raise ValueError(f"a schedule's state has the integers {', '.join(names)}, got {dict(state_dict)}")
         self.num_steps, self.every, self.seed = (int(state_dict[name]) for name in names)
         if self.num_steps >= self.every:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.feature_maps import FeatureMap
-from linattn.feature_maps._arguments import check_count, check_number
+from linattn.feature_maps._arguments import check_count, check_number, check_seed
 from linattn.softmax.checking import check_dense
 from linattn.softmax.precision import accumulation_dtype
 from linattn.softmax.tracing import is_traced
@@ -321,7 +321,7 @@ class LearnedCodes(ConcatenatedCodes):
         seed: of the start.
 
     Raises:
-        ValueError: a size is not a positive integer, or `amplitude` is out of range.
+        ValueError: a size is not a positive integer, or `amplitude` or `seed` is out of range.
 
     Example:
         >>> import torch
@@ -336,7 +336,7 @@ class LearnedCodes(ConcatenatedCodes):
     ) -> None:
         super().__init__(head_dim, code_dim)
         self.max_length = check_count("max_length", max_length)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(check_seed(seed))
         start = torch.randn(max_length, code_dim, generator=generator, device="cpu")
         # On torch's default device, as all parameters of modules.
         self.codes = nn.Parameter(torch.empty(max_length, code_dim).copy_(start * check_number("amplitude", amplitude)))

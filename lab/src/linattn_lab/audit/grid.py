@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from linattn.feature_maps._arguments import check_seed
 from linattn.methods.method import Method
 from linattn_lab.built_methods import BuiltMethod, build
 
@@ -95,8 +96,7 @@ class AuditGrid:
             raise ValueError(f"features must be different positive integers, got {list(self.features)}")
         if self.draws < 1:
             raise ValueError(f"draws must be at least 1, got {self.draws}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
+        check_seed(self.seed)
 
     def configurations(self) -> Iterator[Configuration]:
         """Everything to measure, in order: by method, then width, then draw."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from linattn.feature_maps._arguments import check_seed
 from linattn.methods.method import Method, parse_method
 from linattn_lab.built_methods import BuiltMethod, build
 
@@ -43,12 +44,12 @@ class Settings:
                 f"lengths must be different positive integers in ascending order, got {list(self.lengths)}; write them "
                 "as in 512,1024,2048"
             )
+        check_seed(self.seed)
         for name, size, least in (
             ("heads", self.heads, 1),
             ("head_dim", self.head_dim, 1),
             ("batch", self.batch, 1),
             ("repeats", self.repeats, 1),
-            ("seed", self.seed, 0),
         ):
             if size < least:
                 raise ValueError(f"{name} must be at least {least}, got {size}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from linattn.feature_maps._arguments import check_seed
 from linattn.training import Budget, Seconds, Steps
 
 
@@ -41,6 +42,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""
+        check_seed(self.seed)
         for name in ("context", "batch_size", "minutes", "steps", "learning_rate", "redraw_every"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
