@@ -6,7 +6,6 @@
 */
 #include "_lanes.h"
 
-#define MOST_BITS 8
 /* Numbers of a block are a multiple of these. */
 #define UNIT 8
 
@@ -149,20 +148,6 @@ static void write_rows(const Coding *a, const Space *s) {
                   a->scale + i);
 }
 
-/* Whether bits are those of codes so long: what a file says is not trusted. */
-static int is_sound(const Coding *a) {
-    for (int64_t head = 0; head < a->heads; head++) {
-        int64_t sum = 0;
-        for (int64_t i = 0; i < a->size / a->block; i++) {
-            const int64_t each = a->bits[head * (a->size / a->block) + i];
-            if (each > MOST_BITS) return 0;
-            sum += each;
-        }
-        if (sum * a->block != 8 * a->bytes) return 0;
-    }
-    return 1;
-}
-
 #define NUM_ADDRESSES 9
 #define NUM_SIZES 9
 #define NUM_NUMBERS 3
@@ -179,7 +164,7 @@ static PyObject *write_codes(PyObject *self, PyObject *const *arguments, Py_ssiz
         {(const float *)p[4], (const float *)p[5], (const int32_t *)p[6], (const float *)p[7], n[0], n[1], n[2]},
         (const float *)p[8], n[3], n[4], n[5], n[6], n[7], n[8], x[0], x[1], x[2],
     };
-    if (!is_sound(&a)) {
+    if (!are_sound(a.bits, a.heads, a.size / a.block, a.block, a.bytes)) {
         PyErr_SetString(PyExc_ValueError, "bits of the state's frames do not fit its codes; pass a state as merged_attention_with_state "
                         "gave it, or rebuild it from the tokens");
         return NULL;

@@ -75,6 +75,21 @@ INSIDE float power(float x) {
     return x < -126.0f ? 0.0f : p * whole.number;
 }
 
+#define MOST_BITS 8
+
+/* Whether the bits (H, blocks) of heads' blocks are those of codes so long: what a file says is not trusted. */
+static inline int are_sound(const uint8_t *bits, int64_t heads, int64_t blocks, int64_t block, int64_t bytes) {
+    for (int64_t head = 0; head < heads; head++) {
+        int64_t sum = 0;
+        for (int64_t i = 0; i < blocks; i++, bits++) {
+            if (*bits > MOST_BITS) return 0;
+            sum += *bits;
+        }
+        if (sum * block != 8 * bytes) return 0;
+    }
+    return 1;
+}
+
 /* Arguments of a call: addresses (0 for none), then sizes, then numbers; whether they are as many, and were read. */
 static inline int read_arguments(PyObject *const *arguments, Py_ssize_t count, uintptr_t *addresses, int num_addresses,
                                  int64_t *sizes, int num_sizes, float *numbers, int num_numbers) {
