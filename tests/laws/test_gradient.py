@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 import linattn
-from grid import BACKENDS, CASES, Case, Learned, qkv, relative_error, sums
+from grid import BACKENDS, CASES, CAUSAL_MAPS, MAPS, Case, Learned, build, qkv, relative_error, sums
 from linattn.feature_maps import Hedgehog, LearnedExponential
 
 
@@ -120,12 +121,51 @@ def test_denormal_normalisers_pass_no_nan_on(is_causal: bool) -> None:
         assert grad.abs().sum() > 0
 
 
-def test_second_derivatives_are_refused_by_blocked_and_right_in_the_reference() -> None:
+def test_second_derivatives_are_refused_by_blocked() -> None:
     q, k, v = (x.requires_grad_() for x in qkv(1, 2, 2, 3, 3, value_dim=2))
     feature_map = Case("FavorPlus", "blocked", False).build()
     first = torch.autograd.grad(linattn.linear_attention(q, k, v, feature_map).sum(), q, create_graph=True)[0]
     with pytest.raises(NotImplementedError, match="backend='reference' for second derivatives"):
         first.sum().backward()
+
+
+# Statistics of a call are constants for gradients, and not for differences; features of rectifiers have no second ones.
+@pytest.mark.parametrize("name", [name for name in MAPS if name != "Expansion-call"])
+def test_second_derivatives_are_right_in_the_reference_and_in_rows(name: str) -> None:
+    feature_map, tokens = build(name).requires_grad_(False), qkv(1, 2, 2, 3, 3, value_dim=2)
+    rows = torch.tensor([0, 2])
     assert torch.autograd.gradgradcheck(
-        lambda q: linattn.linear_attention(q, k, v, feature_map, backend="reference"), (q,), fast_mode=True
+        lambda q, k, v: (
+            linattn.linear_attention(q, k, v, feature_map, backend="reference"),
+            *linattn.linear_partial(q, k, v, feature_map, backend="reference", is_causal=name in CAUSAL_MAPS),
+            linattn.attention_rows(q, k, feature_map, rows),
+        ),
+        tuple(x.requires_grad_() for x in tokens),
+        fast_mode=True,
     )
+
+
+def test_second_derivatives_by_torch_func_are_right_in_the_reference() -> None:
+    feature_map, (query, key, value) = build("EluPlusOne"), qkv(1, 2, 2, 3, 3, value_dim=2)
+
+    def loss(query: Tensor) -> Tensor:
+        return linattn.linear_attention(query, key, value, feature_map, backend="reference").square().sum()
+
+    found = torch.func.hessian(loss)(query)
+    torch.testing.assert_close(found, torch.func.jacrev(torch.func.grad(loss))(query), rtol=1e-10, atol=1e-10)
+    step = 1e-5 * torch.ones_like(query)
+    difference = (torch.func.grad(loss)(query + step) - torch.func.grad(loss)(query - step)) / 2e-5
+    torch.testing.assert_close(found.sum((-4, -3, -2, -1)), difference, rtol=1e-7, atol=1e-9)
+
+
+def test_second_derivatives_of_faint_rows_are_refused_in_the_reference() -> None:
+    query, key, value = (x.float() for x in qkv(1, 1, 1, 6, 6, 4))
+    leaves = [x.requires_grad_() for x in (query - 46, key - 46, value)]
+    feature_map = linattn.feature_maps.EluPlusOne(4)
+    for out in (
+        linattn.linear_attention(*leaves, feature_map, backend="reference"),
+        linattn.attention_rows(*leaves[:2], feature_map, torch.tensor([1])),
+    ):
+        torch.autograd.grad(out.sum(), leaves[:2], retain_graph=True)
+        with pytest.raises(NotImplementedError, match="so faint have first derivatives only, without create_graph"):
+            torch.autograd.grad(out.sum(), leaves[:2], create_graph=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import linattn
 from grid import CASES, CAUSAL_MAPS, HEAD_DIM, MAPS, RECORDED_MAPS, Case, Learned, build, build_anew, qkv, sums, total
@@ -245,3 +246,37 @@ def test_maps_built_under_inference_mode_are_ordinary(map_name: str) -> None:
         if isinstance(module, RandomFeatureMap):
             module.redraw(1)
     assert not any(x.is_inference() for x in feature_map.double().buffers())
+
+
+@pytest.mark.parametrize("map_name", ["EluPlusOne", "Expansion", "FavorPlus"])
+@pytest.mark.parametrize("length", [1, 13])
+def test_a_recorded_graph_of_real_tensors_is_that_of_others(map_name: str, length: int) -> None:
+    """What torch.fx records knows no choice that the example's numbers made."""
+    feature_map = build(map_name).requires_grad_(False)
+
+    def attend(q, k, v):
+        return linattn.linear_attention(q, k, v, feature_map, is_causal=True, enable_gqa=True)
+
+    given = {"num_queries": length, "num_keys": length}
+    graph, others = make_fx(attend)(*qkv(**given)), [5 * x for x in qkv(seed=9, **given)]
+    torch.testing.assert_close(graph(*others), attend(*others), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("map_name", ["EluPlusOne", "FavorPlus"])
+def test_forward_mode_is_refused_in_graphs(map_name: str) -> None:
+    """An operator of a graph passes on no tangent, and torch says nothing of it."""
+    torch.compiler.reset()
+    feature_map, (query, key, value) = build(map_name).requires_grad_(False), qkv(num_queries=3, num_keys=3)
+
+    def attend(v):
+        return linattn.linear_attention(query, key, v, feature_map, enable_gqa=True)
+
+    def tangent(v):
+        with torch.autograd.forward_ad.dual_level():
+            return torch.autograd.forward_ad.unpack_dual(attend(torch.autograd.forward_ad.make_dual(v, v))).tangent
+
+    for backend in ("eager", "aot_eager"):
+        with pytest.raises(NotImplementedError, match="use backend='reference'"):
+            torch.compile(tangent, backend=backend)(value)
+    with pytest.raises(NotImplementedError, match=r"dual numbers inside torch\.compile.* use backend='reference'"):
+        torch.func.linearize(attend, value)

@@ -13,7 +13,7 @@ from linattn.attention.sums import lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.softmax.attention import causal_mask, exponentials, inert
 from linattn.softmax.checking import check_indices
-from linattn.softmax.precision import accumulation_dtype, enlarged, lift, rescaled, small_power
+from linattn.softmax.precision import accumulation_dtype, are_large, enlarged, lift, rescaled, small_power
 from linattn.softmax.tracing import is_fake
 
 # Exponents held at once when rows are formed one weight at a time.
@@ -75,11 +75,12 @@ def attention_rows(
     plain = _log_weights if is_causal and feature_map.exponential else _weights
     weigh: Callable[..., Tensor] = _grouped_weights if isinstance(feature_map, GroupedFeatureMap) else plain
     inputs, least = [chosen, key.to(dtype), logit_bias], 1.0
-    if weigh is _weights and not feature_map.exponential:
+    weights: Tensor = bound.run(weigh, query.device, *inputs)
+    if weigh is _weights and not feature_map.exponential and are_large([lift(weights.sum(-1))]):
         # Gradients within are far smaller: they are divided by sums that may be as small as numbers can be.
         inputs, least = [enlarged(x, dtype) for x in inputs], small_power(dtype)
         bound = bound._replace(tensors={name: enlarged(x, dtype) for name, x in bound.tensors.items()})
-    weights: Tensor = bound.run(weigh, query.device, *inputs)
+        weights = bound.run(weigh, query.device, *inputs)
     total = weights.sum(-1, keepdim=True)
     total = torch.where(total == 0, 1, total)
     factor = lift(total)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from linattn.softmax.tracing import has_values
 
 LOG2_E = math.log2(math.e)
 
@@ -35,6 +38,13 @@ def lift(x: Tensor) -> Tensor:
     return torch.where((size > 0) & (size < least), x.new_full((), math.exp(math.floor(-math.log(least)))), 1)
 
 
+def are_large(factors: Iterable[Tensor]) -> bool:
+    """Whether any is above 1, as far as numbers may be looked at, and first derivatives alone are asked for."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        return False
+    return any(has_values(x) and bool((x > 1).any()) for x in factors)
+
+
 def rescaled(x: Tensor, of_value: Tensor | float, of_gradient: Tensor | float) -> Tensor:
     """x times a factor, with its gradient times another."""
     # Infinities, as biases of masked keys, have no gradient.
@@ -43,4 +53,16 @@ def rescaled(x: Tensor, of_value: Tensor | float, of_gradient: Tensor | float) -
 
 def enlarged(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in at least this dtype, its gradient divided by the `small_power` that a later `rescaled` multiplies it by."""
-    return rescaled(x.to(torch.promote_types(x.dtype, dtype)), 1, 1 / small_power(dtype))
+    large = rescaled(x.to(torch.promote_types(x.dtype, dtype)), 1, 1 / small_power(dtype))
+    if large.requires_grad:
+        large.register_hook(_refuse_second_derivatives)
+    return large
+
+
+def _refuse_second_derivatives(grad: Tensor) -> None:
+    """Refuse gradients that are to be differentiated again: they would be enlarged twice."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "rows whose weights are so faint have first derivatives only, without create_graph; take float64, or "
+            "queries and keys whose features are larger"
+        )

@@ -33,19 +33,21 @@ def is_transformed() -> bool:
 
 def is_traced(*tensors: Tensor | None) -> bool:
     """Whether a graph is made of these, or their shapes alone are computed: no value can be looked at."""
-    return torch.compiler.is_compiling() or is_fake(*tensors)
+    return torch.compiler.is_compiling() or is_fake(*tensors) or _has_mode("PROXY")
 
 
 def is_fake(*tensors: Tensor | None) -> bool:
     """Whether these have shapes alone, under FakeTensorMode."""
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-        return True
-    return any(type(x) is not Tensor and isinstance(x, FakeTensor) for x in tensors)
+    return _has_mode("FAKE") or any(type(x) is not Tensor and isinstance(x, FakeTensor) for x in tensors)
 
 
 def has_values(x: Tensor) -> bool:
     """Whether a tensor's numbers may be looked at: no graph, recording or transform would take them for constants."""
     if is_traced(x) or is_transformed():
         return False
-    is_proxied = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-    return not is_proxied and torch._C._get_tracing_state() is None
+    return torch._C._get_tracing_state() is None
+
+
+def _has_mode(name: str) -> bool:
+    """Whether a dispatch mode of torch's tracers is at work."""
+    return torch._C._get_dispatch_mode(getattr(torch._C._TorchDispatchModeKey, name)) is not None

@@ -11,12 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.backend import Call, Rows, lifted
+from linattn.attention.backends.backend import Call, Rows, lifted, lifts
 from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.softmax.attention import causal_mask, inert
-from linattn.softmax.precision import enlarged, lift, rescaled, small_power
-from linattn.softmax.tracing import is_transformed
+from linattn.softmax.precision import are_large, enlarged, lift, rescaled, small_power
 
 # Terms of the logarithms that are summed at once.
 _FEW_TERMS = 2**18
@@ -35,13 +34,13 @@ class Reference:
         num_queries, num_keys = call.query.shape[3], call.key.shape[2]
         every = torch.ones(num_queries, num_keys, dtype=torch.bool, device=call.key.device)
         visible = causal_mask(num_queries, num_keys, call.key.device, span) if is_causal else every
-        if bound.is_grouped or bound.feature_map.exponential:
-            rows, sums = bound.run(_attend, call.key.device, *tokens, bias, before, visible)
-            return Rows(*rows), Sums(*sums)
+        rows, sums = bound.run(_attend, call.key.device, *tokens, bias, before, visible)
+        if not are_large([factor for x in (rows, sums) for factor in lifts(x, bound.feature_map).values()]):
+            return rows, sums
         # Gradients within are far smaller: they are divided by denominators that may be as small as numbers can be.
         dtype, least = before.z.dtype, small_power(before.z.dtype)
         S, z = (x.view_as(x) for x in before[:2])
-        if S.requires_grad and z.requires_grad and not (is_transformed() or torch.compiler.is_compiling()):
+        if S.requires_grad and z.requires_grad:
             # Infinite gradients of sums would be NaN further back.
             for x in (S, z):
                 x.register_hook(lambda grad: grad.clamp(torch.finfo(grad.dtype).min, torch.finfo(grad.dtype).max))
@@ -49,7 +48,7 @@ class Reference:
         before = Sums(enlarged(S, dtype), enlarged(z, dtype), before.m)
         inputs = (None if x is None else enlarged(x, dtype) for x in (*tokens, bias))
         rows, sums = bound.run(_attend, call.key.device, *inputs, before, visible)
-        rows, sums = (lifted(x, bound.feature_map, least) for x in (Rows(*rows), Sums(*sums)))
+        rows, sums = (lifted(x, bound.feature_map, least) for x in (rows, sums))
         return rows._replace(out=rescaled(rows.out, 1, least).to(call.query.dtype)), sums
 
     def absorb(self, call: Call, before: Sums) -> Sums:

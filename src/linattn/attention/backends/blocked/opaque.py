@@ -97,16 +97,16 @@ def _fold_at(path: str) -> fold.Fold:
 
 @torch.compiler.assume_constant_result
 def _inside_a_transform() -> bool:
-    """Whether torch.func is at work while the compiler traces; torch has no public name for this."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether torch.func or dual numbers are at work while a graph is made; torch has no public names for these."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 def run(task: fold.Task, inputs: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The fold's outputs inside a compiled graph; raises in a torch.func transform, which would be silently wrong."""
+    """The fold's outputs inside a graph; raises where something follows them that would be silently wrong."""
     if _inside_a_transform():
         raise NotImplementedError(
-            "torch.func transforms (grad, vmap, jvp) inside torch.compile are not supported by "
-            f"backend={task.fold.backend!r}; apply the transform outside the compiled function, or use "
+            "torch.func transforms (grad, vmap, jvp) and dual numbers inside torch.compile, or what else makes graphs, "
+            f"are not supported by backend={task.fold.backend!r}; apply them outside the compiled function, or use "
             "backend='reference'"
         )
     present, names = [x for x in inputs if x is not None], ",".join(task.names)
