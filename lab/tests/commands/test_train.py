@@ -129,6 +129,8 @@ def test_refusals(texts, tmp_path, trained):
         assert result.exit_code == 1
         assert message in result.stderr
         assert not list(tmp_path.iterdir())
+    result = run("train", "/", "--text", texts, *SMALL)
+    assert "/ cannot be a new folder; give one in it" in result.stderr
     result = run("train", trained[0], "--text", texts, *SMALL)
     assert "exists and is not an empty folder" in result.stderr
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,3 +127,17 @@ def test_too_little_is_refused():
         from_documents([("a", b"few")], context=4)
     with pytest.raises(ValueError, match=r"wanted more than context=100000; give more text, or a shorter context"):
         from_documents(documents(100), context=100_000)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pipes among files")
+def test_pipes_are_refused_and_no_file_is_read_twice(tmp_path, monkeypatch):
+    """A pipe has its bytes once, and may never have any; a file may be written meanwhile."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileNotFoundError, match=r"there is no file or folder .*pipe; give one that .* no pipe"):
+        read_documents([tmp_path / "pipe"])
+    (tmp_path / "text").write_bytes(b"words")
+    read, times = Path.read_bytes, []
+    monkeypatch.setattr(Path, "read_bytes", lambda path: times.append(path.name) or read(path))
+    assert read_documents([tmp_path / "text"])[0] == [("text", b"words")]
+    assert read_documents([tmp_path])[0][0][1] == b"words"
+    assert times == ["text", "text"]

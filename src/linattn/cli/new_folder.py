@@ -24,6 +24,8 @@ def shared_folder(
     doing: str, processes: Processes, out: Path, call: typer.Context, *, is_continued: bool = False
 ) -> Iterator[tuple[Console, Path | None]]:
     """A console, and the folder of unfinished work on `out`, held meanwhile; all but the first process have none."""
+    if not out.name:
+        raise ValueError(f"{out} cannot be a new folder; give one in it")
     console, work = console_of(processes), out.with_name(f"{out.name}.unfinished")
     # Before anything of the first process's can fail while the others wait.
     check_same_options(processes, call)

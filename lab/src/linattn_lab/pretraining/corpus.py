@@ -138,15 +138,15 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], Counter[str]]
     documents: list[Document] = []
     left_out: Counter[str] = Counter()
     for path in paths:
-        if not path.exists():
-            raise FileNotFoundError(f"there is no file or folder {path}; give one that there is")
-        if not path.is_dir() and not _is_text(path.read_bytes()):
-            raise ValueError(f"{path} is no text in UTF-8; give a text, or save it in UTF-8")
+        if not (path.is_file() or path.is_dir()):
+            raise FileNotFoundError(f"there is no file or folder {path}; give one that there is, and no pipe")
         for file in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
             if any(part.startswith(".") for part in file.relative_to(path).parts):
                 left_out["hidden"] += 1
             elif _is_text(content := file.read_bytes()):
                 documents.append((str(file.relative_to(path.parent)), content))
+            elif file == path:
+                raise ValueError(f"{path} is no text in UTF-8; give a text, or save it in UTF-8")
             else:
                 left_out["no text in UTF-8"] += 1
     return documents, left_out
