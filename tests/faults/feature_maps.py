@@ -71,8 +71,8 @@ FAULTS = (
     Fault(
         "stretch a direction as another's tilt asks",
         "feature_maps/sderf.py",
-        "spectral(self._tilt, lambda a: (1 - 4 * a).sqrt())",
-        "spectral(self._tilt, lambda a: (1 - 4 * a.mean(-1, keepdim=True)).sqrt().expand_as(a))",
+        "lambda f: (1 - 4 * _best_tilt(f)).sqrt())",
+        "lambda f: (1 - 4 * _best_tilt(f).mean(-1, keepdim=True)).sqrt().expand_as(f))",
         "tests/feature_maps/test_sderf.py",
     ),
     Fault(

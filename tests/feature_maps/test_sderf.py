@@ -158,3 +158,11 @@ def test_a_projection_swapped_from_outside_is_used() -> None:
     x = normal(4, D, seed=3)
     found = torch.func.functional_call(host, {"map.projection": other.projection.clone()}, (x,))
     torch.testing.assert_close(found, other.query(x), rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("size", [1e5, 1e10, 1e30])
+def test_wide_samples_leave_finite_features(size: float) -> None:
+    """Of fewer tokens than directions, some of which have no spread at all."""
+    sample = size * normal(1, 1, 3, D, seed=5).float()
+    sderf = Sderf(D, 8).fit(sample, sample)
+    assert sderf.query(normal(4, D, seed=6)).isfinite().all()

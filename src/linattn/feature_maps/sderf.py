@@ -168,7 +168,8 @@ class Sderf(ExponentialEstimator, FittedMap):
             return
         with torch.inference_mode(False), torch.no_grad():
             self._tilt = spectral(shared(self.second_moment), _best_tilt)
-            self._stretch = spectral(self._tilt, lambda a: (1 - 4 * a).sqrt())
+            # From S too: the rounding of a large A may leave 1 - 4a below 0.
+            self._stretch = spectral(shared(self.second_moment), lambda f: (1 - 4 * _best_tilt(f)).sqrt())
         self._prepare()
 
 

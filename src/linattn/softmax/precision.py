@@ -40,9 +40,8 @@ def lift(x: Tensor) -> Tensor:
 
 def are_large(factors: Iterable[Tensor]) -> bool:
     """Whether any is above 1, as far as numbers may be looked at, and first derivatives alone are asked for."""
-    if torch.autograd.forward_ad._current_level >= 0:
-        return False
-    return any(has_values(x) and bool((x > 1).any()) for x in factors)
+    is_first = torch.autograd.forward_ad._current_level < 0
+    return is_first and any(has_values(x) and bool((x > 1).any()) for x in factors)
 
 
 def rescaled(x: Tensor, of_value: Tensor | float, of_gradient: Tensor | float) -> Tensor:
