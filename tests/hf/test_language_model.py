@@ -154,6 +154,32 @@ def test_a_text_goes_on_from_its_cache_and_forks() -> None:
     assert (cache.get_seq_length(), cache.streams, cache.num_bytes) == (0, None, 0)
 
 
+def test_a_mask_that_changes_tokens_of_a_stream_is_refused() -> None:
+    """Hidden afterwards, shown afterwards, or forgotten; with more columns it goes on, and of new tokens alone."""
+    made, words = model(), text(2, 9)
+    ones, padded = torch.ones_like(words), torch.ones_like(words)
+    padded[0, :3] = 0
+    for before, after in ((ones, padded), (None, padded), (padded, ones), (padded, None)):
+        for cache in (StreamCache(3), None):
+            shown = None if before is None else before[:, :6]
+            cache = made(words[:, :6], past_key_values=cache, attention_mask=shown).past_key_values
+            streams = cache.streams
+            with pytest.raises(ValueError, match="changes which of the 6 tokens"):
+                made(words[:, 6:], past_key_values=cache, attention_mask=after)
+            assert cache.streams == streams
+    whole = made(words, attention_mask=padded).logits[:, 6:]
+    cache = made(words[:, :6], attention_mask=padded[:, :6]).past_key_values
+    for after in (padded, ones[:, 6:], torch.cat((padded, ones), 1)):
+        fork = cache.fork()
+        rows = [
+            made(words[:, place : place + 1], past_key_values=fork, attention_mask=mask).logits
+            for place, mask in ((6, after if len(after[0]) > 3 else after[:, :1]), (7, after), (8, after))
+        ]
+        torch.testing.assert_close(torch.cat(rows, 1), whole, rtol=1e-4, atol=1e-5)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    made(words[:, 6:].flip(0), past_key_values=cache, attention_mask=padded.flip(0))
+
+
 def test_an_error_leaves_the_cache_as_it_was() -> None:
     made, words = model("hybrid"), text(1, 6)
     cache = StreamCache(3)

@@ -7,11 +7,11 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BertModel
 
 from linattn.feature_maps import LearnedExponential
-from linattn.hf import from_pretrained, linearize_, restore_, save_pretrained
+from linattn.hf import from_pretrained, linearize_, load, restore_, save_pretrained
 from model_inputs import batch
 from programs import TRANSFORMERS
 
@@ -151,7 +151,7 @@ def test_a_loaded_model_restored_is_a_softmax_model_everywhere(build, tmp_path):
 
 
 def test_folders_of_earlier_versions_are_read(build, tmp_path):
-    """Their config.json names no attention."""
+    """Their config.json names no attention, and linattn.safetensors no weights that it belongs to."""
     model = build("bert")
     linearize_(model, method=LEARNED)
     save_pretrained(model, tmp_path / "new")
@@ -159,7 +159,55 @@ def test_folders_of_earlier_versions_are_read(build, tmp_path):
     found = json.loads(path.read_text())
     assert found.pop("attn_implementation") == "linattn.hf.from_pretrained reads this folder"
     path.write_text(json.dumps(found))
+    tensors = tmp_path / "new" / "linattn.safetensors"
+    save_file(load_file(tensors), tensors)
     assert torch.equal(run(from_pretrained(tmp_path / "new"), batch("bert")), run(model, batch("bert")))
+
+
+def restored(model, folder):
+    """The very weights, under softmax again."""
+    restore_(model)
+    model.save_pretrained(folder)
+
+
+def trained_further(model, folder):
+    """As softmax, from the folder itself."""
+    softmax = type(model).from_pretrained(folder, attn_implementation="sdpa")
+    with torch.no_grad():
+        next(softmax.parameters()).add_(1)
+    softmax.save_pretrained(folder)
+
+
+def weights_alone(model, folder):
+    """As accelerate and trainers write the weights of what is no transformers model."""
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: x + 1 for name, x in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("save", [by_itself, save_pretrained])
+@pytest.mark.parametrize("over", [restored, trained_further, weights_alone])
+def test_a_folder_that_another_model_was_saved_to_is_no_linearized_one(build, tmp_path, save, over):
+    """Without linattn.json it is what was saved last."""
+    model, folder = build("bert"), tmp_path / "new"
+    linearize_(model, method=LEARNED)
+    save(model, folder)
+    over(model, folder)
+    with pytest.raises(ValueError, match=r"linattn\.json was written beside other files, and .* since.*remove"):
+        from_pretrained(folder)
+    with pytest.raises(ValueError, match=r"remove linattn\.json"):
+        load(folder)
+    (folder / "linattn.json").unlink()
+    AutoModel.from_pretrained(folder, attn_implementation="sdpa")
+
+
+def test_a_linearized_model_is_saved_over_another_model(build, tmp_path):
+    model, folder = build("bert"), tmp_path / "new"
+    linearize_(model, method=LEARNED)
+    model.save_pretrained(folder)
+    restored(model, folder)
+    linearize_(model, method=LEARNED)
+    model.save_pretrained(folder)
+    assert torch.equal(run(from_pretrained(folder), batch("bert")), run(model, batch("bert")))
 
 
 class Own(BertModel):

@@ -71,7 +71,7 @@ def test_an_interrupted_save_leaves_nothing(model, tmp_path, monkeypatch, end):
         seen.append(sorted(path.name for path in folder.iterdir()))
         raise end
 
-    monkeypatch.setattr(_model_records, "save_file", lambda tensors, path: stop(path.parent))
+    monkeypatch.setattr(_model_records, "save_file", lambda tensors, path, metadata: stop(path.parent))
     with pytest.raises(type(end) if isinstance(end, OSError) else end):
         save_pretrained(model, tmp_path / "new")
     assert seen == [["config.json", "model.safetensors"]]

@@ -8,12 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload
+from accelerate import cpu_offload, disk_offload
+from accelerate.hooks import remove_hook_from_submodules
+from accelerate.utils.modeling import get_state_dict_offloaded_model
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from linattn.hf import StateCache, from_pretrained, is_linearized, linearize_, restore_, save_pretrained
+from linattn.hf import (
+    AttentionCall,
+    StateCache,
+    capture,
+    from_pretrained,
+    intercept,
+    is_linearized,
+    linearize_,
+    restore_,
+    save_pretrained,
+)
 
 # PEFT, and older transformers, use names that newer transformers warns of.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -105,6 +117,37 @@ def test_offloaded_models_attend_as_before(method: str, options: dict[str, Any])
     assert torch.equal(greedy(model).sequences, made)
 
 
+def from_disk(model: LlamaForCausalLM, folder: Path) -> None:
+    """Its weights in files."""
+    disk_offload(model, folder, execution_device=torch.device("cpu"))
+
+
+def from_memory(model: LlamaForCausalLM, _: Path) -> None:
+    """Its weights on the CPU, brought where a module is called."""
+    cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "save", [save_pretrained, lambda model, *args, **options: model.save_pretrained(*args, **options)]
+)
+@pytest.mark.parametrize("offload", [from_memory, from_disk])
+def test_an_offloaded_model_is_saved_once_its_weights_are_back(save: Any, offload: Any, tmp_path: Path) -> None:
+    """Before, nothing is written, and what was there stays."""
+    model = llama()
+    linearize_(model, method="Hedgehog")
+    logits = model(input_ids=IDS).logits
+    offload(model, tmp_path / "weights")
+    with pytest.raises(ValueError, match=r"more tensors of LlamaForCausalLM are on the meta device, .*remove_hook"):
+        save(model, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    if save is not save_pretrained:
+        save(model, tmp_path / "given", state_dict=get_state_dict_offloaded_model(model))
+        assert torch.equal(from_pretrained(tmp_path / "given")(input_ids=IDS).logits, logits)
+    remove_hook_from_submodules(model)
+    save(model, tmp_path / "model")
+    assert torch.equal(from_pretrained(tmp_path / "model")(input_ids=IDS).logits, logits)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_an_offloaded_model_is_linearized(method: str) -> None:
     """Its maps stay where it computes."""
@@ -114,6 +157,38 @@ def test_an_offloaded_model_is_linearized(method: str) -> None:
     cpu_offload(model, execution_device=torch.device("cpu"))
     linearize_(model, method=method)
     assert torch.equal(model(input_ids=IDS).logits, other(input_ids=IDS).logits)
+
+
+def test_a_compiled_model_is_read_as_the_model_within() -> None:
+    """By its calls; whichever of the two is called in the block, a handler answers."""
+    model, numbers = llama(), []
+    compiled = torch.compile(model, backend="eager")
+    softmax = compiled(input_ids=IDS).logits
+    recorded, alone = capture(compiled, {"input_ids": IDS}), capture(model, {"input_ids": IDS})
+    assert torch.equal(recorded.output, alone.output)
+    assert [call.module_name for call in recorded.calls] == [call.module_name for call in alone.calls]
+
+    def doubled(call: AttentionCall) -> Tensor:
+        numbers.append(call.layer)
+        return 2 * call.softmax()
+
+    for given in (model, compiled):
+        with intercept(given, doubled):
+            expected = model(input_ids=IDS).logits
+            assert torch.equal(compiled(input_ids=IDS).logits, expected)
+            assert torch.equal(compiled(input_ids=IDS).logits, expected)
+        assert not torch.equal(expected, softmax)
+    assert numbers == [0, 1] * 6
+    assert torch.equal(compiled(input_ids=IDS).logits, softmax)
+
+
+@pytest.mark.parametrize(
+    "read", [lambda model: intercept(model, AttentionCall.softmax).__enter__(), lambda model: capture(model, {})]
+)
+@pytest.mark.parametrize("make", [lambda: nn.DataParallel(llama()).eval(), lambda: Bag().eval(), lambda: "llama"])
+def test_what_is_no_model_is_not_read(make: Any, read: Any) -> None:
+    with pytest.raises(TypeError, match="a transformers model is wanted, got"):
+        read(make())
 
 
 def test_a_prefix_in_a_cache_is_attended_to() -> None:

@@ -229,7 +229,9 @@ class RecordingLayer(StatefulLayer[S]):
 
 
 class ForkedCache(Cache):
-    """A cache that can be forked."""
+    """A cache that can be forked, and refuses a mask that changes its tokens."""
+
+    _live: Tensor | None = None  # (B, n), the last call's mask
 
     @property
     def num_bytes(self) -> int:
@@ -245,18 +247,6 @@ class ForkedCache(Cache):
         """A cache that goes on from here by itself; recurrent layers alone are copied, the others share tensors."""
         return forked(self)
 
-
-class TextCache(ForkedCache):
-    """A cache some of whose layers hold states of a text, the others its keys and values."""
-
-    def __init__(self, model: PreTrainedModel, replaced: Mapping[int, RecordingLayer[Any]]) -> None:
-        layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-        # Assistants that leave a model early run its first layers alone.
-        super().__init__(layers=[replaced.get(place, layer) for place, layer in enumerate(layers)])
-        # Layers that hold the model's own text; others hold another one, or pictures (Mllama).
-        self._own_places = {part.cache_place for part in attention_modules(model)}
-        self._live: Tensor | None = None  # (B, n), the last call's mask
-
     def check_mask(self, attention_mask: Tensor | None) -> None:
         """Refuse a mask (B, n) that shows or hides other tokens of the state than those it was built from."""
         num_tokens = self.get_seq_length()
@@ -268,24 +258,6 @@ class TextCache(ForkedCache):
             )
         # Of its own: the caller's may change.
         self._live = None if attention_mask is None else attention_mask.clone()
-
-    def check_level(self) -> None:
-        """Refuse a cache whose layers have seen different tokens: an error ended a call between two of them."""
-        layers = [layer for place, layer in enumerate(self.layers) if place in self._own_places]
-        counts = [layer.get_seq_length() for layer in layers if isinstance(layer, StatefulLayer | DynamicLayer)]
-        if any(count != counts[0] for count in counts):
-            raise RuntimeError(
-                f"the layers of the cache have seen different numbers of tokens ({', '.join(map(str, counts))}): a "
-                "call was left between two layers, by an error; go on from a fork taken before that call, or call "
-                "reset() on the cache and give the model the whole text again"
-            )
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, -tokens_to_remove of them, in all layers or, by an error, in none."""
-        for layer in self.layers:
-            if isinstance(layer, RecordingLayer):
-                layer.check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given rows of the batch."""
@@ -306,6 +278,35 @@ class TextCache(ForkedCache):
         """Forget every token."""
         super().reset()
         self._live = None
+
+
+class TextCache(ForkedCache):
+    """A cache some of whose layers hold states of a text, the others its keys and values."""
+
+    def __init__(self, model: PreTrainedModel, replaced: Mapping[int, RecordingLayer[Any]]) -> None:
+        layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+        # Assistants that leave a model early run its first layers alone.
+        super().__init__(layers=[replaced.get(place, layer) for place, layer in enumerate(layers)])
+        # Layers that hold the model's own text; others hold another one, or pictures (Mllama).
+        self._own_places = {part.cache_place for part in attention_modules(model)}
+
+    def check_level(self) -> None:
+        """Refuse a cache whose layers have seen different tokens: an error ended a call between two of them."""
+        layers = [layer for place, layer in enumerate(self.layers) if place in self._own_places]
+        counts = [layer.get_seq_length() for layer in layers if isinstance(layer, StatefulLayer | DynamicLayer)]
+        if any(count != counts[0] for count in counts):
+            raise RuntimeError(
+                f"the layers of the cache have seen different numbers of tokens ({', '.join(map(str, counts))}): a "
+                "call was left between two layers, by an error; go on from a fork taken before that call, or call "
+                "reset() on the cache and give the model the whole text again"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens, -tokens_to_remove of them, in all layers or, by an error, in none."""
+        for layer in self.layers:
+            if isinstance(layer, RecordingLayer):
+                layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
 
 
 def forked(cache: CacheKind) -> CacheKind:

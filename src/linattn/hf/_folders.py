@@ -10,19 +10,21 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from hashlib import sha256
 from logging import ERROR
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import linattn
 from linattn.hf import _model_records
-from linattn.hf._attention_modules import MARK, attention_modules
+from linattn.hf._attention_modules import MARK, WRITTEN, attention_modules
 from linattn.hf._model_records import RECORD, REMEDY, TENSORS, LayerRecord, ModelRecord, describe_attention, outlines
 from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention, attention_of
 from linattn.hf.loading import quiet
@@ -39,6 +41,10 @@ _ADAPTER = "adapter_config.json"
 # What makes transformers fetch code from a hub, or read other files than those of the folder.
 _ELSEWHERE = ("attn_implementation", "experts_implementation", "transformers_weights", "configuration_files")
 _HARMLESS = (None, MARK, "eager", "sdpa")
+_OF_OTHERS = (
+    f"{{path}}: {RECORD} was written beside other files, and {{file}} since, as when a softmax model is saved to the "
+    f"same folder; remove {RECORD} and {TENSORS} to load that with transformers, or {REMEDY}"
+)
 # Bytes between the places where torch's allocator on the CPU begins tensors.
 _ALIGNMENT = 64
 # Numbers in the buffers of a model, as its masks and frequencies.
@@ -80,7 +86,7 @@ def write_files(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor
         weights = {name: x.clone() if name in tensors else x for name, x in state.items()}
     type(model).save_pretrained(model, os.fspath(folder), state_dict=weights, **options)
     if is_main:
-        _model_records.write(folder, record, tensors)
+        _model_records.write(folder, record, tensors, _digest(folder))
 
 
 def describe_model(model: PreTrainedModel, state: Mapping[str, Tensor]) -> tuple[ModelRecord, dict[str, Tensor]]:
@@ -99,9 +105,21 @@ def describe_model(model: PreTrainedModel, state: Mapping[str, Tensor]) -> tuple
             layers.append(LayerRecord(part.number, part.name, describe_attention(attention)))
             tensors |= attention.state_dict(prefix=f"{part.name}.{ATTRIBUTE}.")
     tensors = {name: state.get(name, x) for name, x in tensors.items()}
+    _refuse_absent(model, {**softmax_state(model), **state}, tensors)
     versions = linattn.__version__, torch.__version__, transformers.__version__
     name, dtype = kind.__name__, str(model.dtype).removeprefix("torch.")
     return ModelRecord(*versions, name, dtype, len(modules), tuple(layers), outlines(tensors)), tensors
+
+
+def _refuse_absent(model: PreTrainedModel, state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors without numbers, which offloading leaves behind, but those that transformers itself brings."""
+    is_brought = not {"cpu", "disk"}.isdisjoint(getattr(model, "hf_device_map", {}).values())
+    if absent := [name for name, x in (tensors if is_brought else {**state, **tensors}).items() if x.is_meta]:
+        raise ValueError(
+            f"{absent[0]} and {len(absent) - 1} more tensors of {type(model).__name__} are on the meta device, as "
+            "accelerate leaves those that it offloads; call accelerate.hooks.remove_hook_from_submodules(model) first, "
+            "which brings them back, or load the model anew"
+        )
 
 
 def _check_weights(model: PreTrainedModel) -> None:
@@ -143,7 +161,9 @@ def softmax_model(path: Path, record: ModelRecord) -> PreTrainedModel:
     for name in (_CONFIG, *_weight_files(path)):
         if not (path / name).is_file():
             raise FileNotFoundError(f"{path / name} is missing, and with it the softmax model; {REMEDY}")
-    _check_config(path)
+    config, digest = _checked_config(path), _model_records.read_digest(path)
+    if digest is not None and config.get(WRITTEN) != MARK:
+        raise ValueError(_OF_OTHERS.format(path=path, file=_CONFIG))
     dtype = getattr(torch, record.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{path / RECORD}: there is no dtype {record.dtype!r}; {REMEDY}")
@@ -153,6 +173,8 @@ def softmax_model(path: Path, record: ModelRecord) -> PreTrainedModel:
     wrong += [f"{name} is surplus" for name in sorted(info["unexpected_keys"] - record.tensors.keys())]
     if wrong:
         raise ValueError(f"the weights in {path} are not those of {record.model_class}: {', '.join(wrong)}; {REMEDY}")
+    if digest not in (None, _digest(path)):
+        raise ValueError(_OF_OTHERS.format(path=path, file="the weights"))
     # Tensors may begin anywhere in a mapped file; moved to where torch begins its own, since rounding depends on it.
     for x in (*model.parameters(), *model.buffers()):
         if x.data_ptr() % _ALIGNMENT:
@@ -216,8 +238,8 @@ def _linear_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(f"{name}." for name, module in modules if isinstance(module, LayerAttention))
 
 
-def _check_config(path: Path) -> None:
-    """Refuse a config.json that sends transformers elsewhere, for code or for weights."""
+def _checked_config(path: Path) -> dict[str, Any]:
+    """Read config.json; refuse one that sends transformers elsewhere, for code or for weights."""
     place = path / _CONFIG
     if (path / _ADAPTER).exists():
         raise ValueError(f"{path / _ADAPTER} names another folder for the weights; remove it, or {REMEDY}")
@@ -230,6 +252,7 @@ def _check_config(path: Path) -> None:
                 f"{place}: {name} is {value!r}, which would have transformers take code or files from elsewhere; "
                 f"remove it, or {REMEDY}"
             )
+    return config
 
 
 def _entries(config: Any) -> Iterator[tuple[str, Any]]:
@@ -241,6 +264,15 @@ def _entries(config: Any) -> Iterator[tuple[str, Any]]:
             yield from value.items()
         if isinstance(value, dict | list):
             pending.extend(value.values() if isinstance(value, dict) else value)
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of the softmax model's weights, in however many files they are."""
+    digests: dict[str, str] = {}
+    for name in _weight_files(path):
+        weights = ((key, x.reshape(-1).view(torch.uint8)) for key, x in load_file(path / name).items())
+        digests |= {key: sha256(x.numpy()).hexdigest() for key, x in weights}
+    return sha256(repr(sorted(digests.items())).encode()).hexdigest()
 
 
 def _weight_files(path: Path) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from linattn.hf._attention_modules import attention_modules, implementations, parts_of, restore, switch_to
+from linattn.hf._attention_modules import attention_modules, implementations, parts_of, restore, switch_to, unwrapped
 from linattn.hf._calls import AnyMask, InterfaceCall, ask_mask, by_token, refuse_weights
 from linattn.methods.measures import uniform_average
 from linattn.softmax import softmax_attention
@@ -143,6 +143,7 @@ def intercept(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
         handler: takes an `AttentionCall`, returns (B, H, Lq, Dv), the layout of `linattn.softmax_attention`.
 
     Raises:
+        TypeError: if `model` is no transformers model.
         ValueError: if the model's layers ignore AttentionInterface, or the model is already intercepted; from the
             forward pass, if a call asks for what a feature map cannot express (a position bias, soft-capped logits,
             attention sinks, packed sequences, a 4-D mask, dropout, returned weights), every layer has a sliding window
@@ -165,12 +166,19 @@ def intercept(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
 
     Source: transformers' documentation, "Attention interface".
     """
+    model = _uncompiled(model)
     interception = _Interception(handler, model)
     with answering(model, interception.answer), ExitStack() as hooks:
         for part in parts_of(model):
             hooks.enter_context(part.register_forward_pre_hook(refuse_weights, with_kwargs=True))
         with model.register_forward_pre_hook(interception.start), model.register_forward_hook(interception.finish):
             yield
+
+
+def _uncompiled(model: PreTrainedModel) -> PreTrainedModel:
+    """The model that a compiled one runs, whose calls a handler sees one by one; what is no model is refused."""
+    unwrapped(model)
+    return getattr(model, "_orig_mod", model)
 
 
 def _attend(
@@ -225,6 +233,7 @@ def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Capture:
 
     Source: transformers' documentation, "Attention interface".
     """
+    model = _uncompiled(model)
     if model.training:
         raise ValueError(f"{type(model).__name__} is in training mode; call model.eval() first, or dropout is recorded")
     with torch.no_grad():

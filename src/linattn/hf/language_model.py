@@ -93,7 +93,8 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
 
         Raises:
             TypeError: another kind of cache.
-            ValueError: a mask of single pairs; shapes that do not fit.
+            ValueError: a mask of single pairs, or one that shows or hides other tokens of the cache than before; shapes
+                that do not fit.
         """
         cache = past_key_values
         if cache is not None and not isinstance(cache, StreamCache):
@@ -105,10 +106,10 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
                 f"the StreamCache has {len(cache)} layers and the model {len(self.model.blocks)} blocks; give "
                 f"StreamCache({len(self.model.blocks)})"
             )
-        key_mask = _key_mask(input_ids, attention_mask, 0 if cache is None else cache.get_seq_length())
         is_cached = self.config.use_cache and not self.training if use_cache is None else use_cache
         if cache is None and is_cached and labels is None:
             cache = StreamCache(len(self.model.blocks))
+        key_mask = _key_mask(input_ids, attention_mask, cache)
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states: list[Tensor] = []
         with ExitStack() as hooks:
@@ -212,21 +213,19 @@ class RedrawCallback(TrainerCallback):
         self._schedule.step()
 
 
-def _key_mask(input_ids: Tensor, attention_mask: Tensor | None, num_before: int) -> Tensor | None:
-    """The mask of these tokens, (B, L) bool, after so many others; None for no padding."""
-    if attention_mask is None:
-        return None
+def _key_mask(input_ids: Tensor, attention_mask: Tensor | None, cache: StreamCache | None) -> Tensor | None:
+    """The mask of these tokens, (B, L) bool, after those of a cache, held against these; None for no padding."""
     batch, length = input_ids.shape
-    if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
+    shape = (batch, length) if attention_mask is None else tuple(attention_mask.shape)
+    if len(shape) != 2 or shape[0] != batch or shape[1] < length:
         raise ValueError(
-            f"attention_mask must be (B, n) with (B, L) = {(batch, length)} and n ≥ L, got "
-            f"{tuple(attention_mask.shape)}; a kernel masks keys, not single pairs"
+            f"attention_mask must be (B, n) with (B, L) = {(batch, length)} and n ≥ L, got {shape}; a "
+            "kernel masks keys, not single pairs"
         )
-    # Column j is token j, as transformers reads it; a mask of the new tokens alone says so by its width.
-    first = num_before if attention_mask.shape[1] >= num_before + length else attention_mask.shape[1] - length
-    mask = attention_mask[:, first : first + length].bool()
+    mask = None if attention_mask is None else attention_mask.bool()
+    mask = cache.checked_mask(mask, length) if cache is not None else mask
     # Without a mask softmax blocks need no (L, L) one either.
-    return None if hides_nothing(mask) else mask
+    return None if mask is None or hides_nothing(mask[:, :length]) else mask[:, :length]
 
 
 AutoConfig.register(LinearLMConfig.model_type, LinearLMConfig, exist_ok=True)

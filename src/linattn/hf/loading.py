@@ -106,7 +106,8 @@ def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: boo
     if is_local and (source / RECORD).is_file():
         raise ValueError(
             f"{name} holds a linearized model, and this loads models under softmax, for which its weights may not have "
-            "been trained; read it with linattn.hf.from_pretrained, or give the folder of the original model"
+            "been trained; read it with linattn.hf.from_pretrained, or give the folder of the original model; "
+            f"remove {RECORD} from it if a softmax model was saved over that"
         )
     where, file = str(source) if is_local else hub_source(name), gguf_file(source)
     with quiet():
