@@ -172,9 +172,9 @@ FAULTS = (
     ),
     Fault(
         "mask the first tokens in the place of the latest",
-        "hf/language_model.py",
-        "attention_mask[:, first : first + length]",
-        "attention_mask[:, :length]",
+        "hf/state_cache.py",
+        "mask[:, num_tokens : num_tokens + length]",
+        "mask[:, :length]",
         LANGUAGE,
     ),
     Fault(

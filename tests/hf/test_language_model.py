@@ -186,6 +186,11 @@ def test_an_error_leaves_the_cache_as_it_was() -> None:
     made(words[:, :3], past_key_values=cache)
     with pytest.raises(IndexError):
         made(words[:, 3:] + 100, past_key_values=cache)
+    # After all blocks too, where the largest tensors are made.
+    for labels in (words, words[:, 3:] + 100):
+        with pytest.raises((IndexError, ValueError)):
+            made(words[:, 3:], past_key_values=cache, labels=labels)
+    assert cache.get_seq_length() == 3
     found = made(words[:, 3:], past_key_values=cache).logits
     torch.testing.assert_close(found, made(words, use_cache=False).logits[:, 3:], rtol=1e-12, atol=1e-12)
 

@@ -15,8 +15,10 @@ from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from linattn import MergedKV
 from linattn.hf import (
     AttentionCall,
+    BoundedCache,
     StateCache,
     capture,
     from_pretrained,
@@ -53,6 +55,11 @@ def adapted(model: LlamaForCausalLM) -> Any:
     return get_peft_model(
         model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     )
+
+
+def compile_forward(model: Any) -> None:
+    """Its forward pass alone."""
+    model.forward = torch.compile(model.forward, backend="eager")
 
 
 def greedy(model: Any, **options: Any) -> Any:
@@ -180,6 +187,24 @@ def test_a_compiled_model_is_read_as_the_model_within() -> None:
         assert not torch.equal(expected, softmax)
     assert numbers == [0, 1] * 6
     assert torch.equal(compiled(input_ids=IDS).logits, softmax)
+
+
+@pytest.mark.parametrize("compile_", [lambda model: model.compile(backend="eager"), compile_forward])
+def test_a_model_compiled_in_place_is_probed_as_the_model(compile_: Any) -> None:
+    """The same layers are bounded, or replaced, in the same words; the text is that of the model."""
+    torch._dynamo.reset()
+    model, bounds = llama(), MergedKV(window=4, num_merged=4, num_sinks=0)
+    caches = [BoundedCache(model, config=bounds)]
+    other = copy.deepcopy(model)
+    compile_(other)
+    caches.append(BoundedCache(other, config=bounds))
+    assert caches[1].report == caches[0].report
+    assert all(layer.reason is None for layer in caches[0].report)
+    rows = [
+        each(input_ids=IDS, past_key_values=cache).logits for each, cache in zip((model, other), caches, strict=True)
+    ]
+    torch.testing.assert_close(*rows, rtol=1e-4, atol=1e-5)
+    assert str(linearize_(other, "Hedgehog")) == str(linearize_(model, "Hedgehog"))
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,7 @@ def _digest(path: Path) -> str:
     digests: dict[str, str] = {}
     for name in _weight_files(path):
         weights = ((key, x.reshape(-1).view(torch.uint8)) for key, x in load_file(path / name).items())
-        digests |= {key: sha256(x.numpy()).hexdigest() for key, x in weights}
+        digests |= {key: sha256(x.numpy().data).hexdigest() for key, x in weights}
     return sha256(repr(sorted(digests.items())).encode()).hexdigest()
 
 

@@ -250,7 +250,9 @@ def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
     devices = {x.device.index for x in model.parameters() if x.device.type == "cuda"}
     try:
         model.train(False)
-        with torch.random.fork_rng(sorted(devices)), torch.no_grad():
+        # Graphs of a model that was compiled in place hand keys on without their marks.
+        eager = torch.compiler.set_stance("force_eager")
+        with torch.random.fork_rng(sorted(devices)), torch.no_grad(), eager:
             yield
     finally:
         for part, attributes, tables in held:

@@ -121,13 +121,15 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
                 x = self.model.vectors(input_ids, key_mask=key_mask)
             else:
                 x, streams = self.model.vectors_with_state(input_ids, cache.streams, key_mask=key_mask)
-                cache.advance(streams, input_ids.shape[1])
         logits = self.model.logits(x[:, -logits_to_keep:])
         loss = None
         if labels is not None:
             sizes = {"vocab_size": self.config.vocab_size, "num_items_in_batch": num_items_in_batch}
             loss = self.loss_function(logits=logits, labels=labels, **sizes)
         hidden_states = (*states, self.model.norm(x)) if wants_states else None
+        # Last, so that an error leaves the cache as it was.
+        if cache is not None:
+            cache.advance(streams, input_ids.shape[1])
         return CausalLMOutputWithPast(loss, logits, cache, hidden_states)
 
     def save_pretrained(self, *args: Any, **options: Any) -> None:
