@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -41,10 +42,6 @@ _ADAPTER = "adapter_config.json"
 # What makes transformers fetch code from a hub, or read other files than those of the folder.
 _ELSEWHERE = ("attn_implementation", "experts_implementation", "transformers_weights", "configuration_files")
 _HARMLESS = (None, MARK, "eager", "sdpa")
-_OF_OTHERS = (
-    f"{{path}}: {RECORD} was written beside other files, and {{file}} since, as when a softmax model is saved to the "
-    f"same folder; remove {RECORD} and {TENSORS} to load that with transformers, or {REMEDY}"
-)
 # Bytes between the places where torch's allocator on the CPU begins tensors.
 _ALIGNMENT = 64
 # Numbers in the buffers of a model, as its masks and frequencies.
@@ -117,8 +114,7 @@ def _refuse_absent(model: PreTrainedModel, state: Mapping[str, Tensor], tensors:
     if absent := [name for name, x in (tensors if is_brought else {**state, **tensors}).items() if x.is_meta]:
         raise ValueError(
             f"{absent[0]} and {len(absent) - 1} more tensors of {type(model).__name__} are on the meta device, as "
-            "accelerate leaves those that it offloads; call accelerate.hooks.remove_hook_from_submodules(model) first, "
-            "which brings them back, or load the model anew"
+            "accelerate offloads them; call accelerate.hooks.remove_hook_from_submodules(model), which brings them back"
         )
 
 
@@ -161,9 +157,7 @@ def softmax_model(path: Path, record: ModelRecord) -> PreTrainedModel:
     for name in (_CONFIG, *_weight_files(path)):
         if not (path / name).is_file():
             raise FileNotFoundError(f"{path / name} is missing, and with it the softmax model; {REMEDY}")
-    config, digest = _checked_config(path), _model_records.read_digest(path)
-    if digest is not None and config.get(WRITTEN) != MARK:
-        raise ValueError(_OF_OTHERS.format(path=path, file=_CONFIG))
+    config = _checked_config(path)
     dtype = getattr(torch, record.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{path / RECORD}: there is no dtype {record.dtype!r}; {REMEDY}")
@@ -173,8 +167,14 @@ def softmax_model(path: Path, record: ModelRecord) -> PreTrainedModel:
     wrong += [f"{name} is surplus" for name in sorted(info["unexpected_keys"] - record.tensors.keys())]
     if wrong:
         raise ValueError(f"the weights in {path} are not those of {record.model_class}: {', '.join(wrong)}; {REMEDY}")
-    if digest not in (None, _digest(path)):
-        raise ValueError(_OF_OTHERS.format(path=path, file="the weights"))
+    with safe_open(path / TENSORS, "pt") as file:
+        digest = (file.metadata() or {}).get("weights")
+    # Earlier versions wrote none.
+    if digest is not None and (config.get(WRITTEN) != MARK or digest != _digest(path)):
+        raise ValueError(
+            f"{path}: {RECORD} was written beside other files, and config.json or the weights since, as when a softmax "
+            f"model is saved to the same folder; remove {RECORD} and {TENSORS} to load that, or {REMEDY}"
+        )
     # Tensors may begin anywhere in a mapped file; moved to where torch begins its own, since rounding depends on it.
     for x in (*model.parameters(), *model.buffers()):
         if x.data_ptr() % _ALIGNMENT:
@@ -268,11 +268,11 @@ def _entries(config: Any) -> Iterator[tuple[str, Any]]:
 
 def _digest(path: Path) -> str:
     """SHA-256 of the softmax model's weights, in however many files they are."""
-    digests: dict[str, str] = {}
-    for name in _weight_files(path):
-        weights = ((key, x.reshape(-1).view(torch.uint8)) for key, x in load_file(path / name).items())
-        digests |= {key: sha256(x.numpy().data).hexdigest() for key, x in weights}
-    return sha256(repr(sorted(digests.items())).encode()).hexdigest()
+    weights = {key: x for name in _weight_files(path) for key, x in load_file(path / name).items()}
+    hashes = [
+        (key, sha256(weights[key].reshape(-1).view(torch.uint8).numpy().data).digest()) for key in sorted(weights)
+    ]
+    return sha256(repr(hashes).encode()).hexdigest()
 
 
 def _weight_files(path: Path) -> list[str]:

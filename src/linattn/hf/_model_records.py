@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -21,7 +21,6 @@ from linattn.records.json_files import Reading, read_record, to_json, write_json
 RECORD, TENSORS = "linattn.json", "linattn.safetensors"
 REMEDY = "save the model again, with linattn.hf.save_pretrained"
 _KIND, _VERSION = "linattn model", 1
-_WEIGHTS = "weights"
 # Keys in a window, keys attended to exactly, numbers in a value: no model has more.
 _MOST = 2**20
 
@@ -52,14 +51,8 @@ class ModelRecord:
 def write(folder: Path, record: ModelRecord, tensors: Mapping[str, Tensor], weights: str) -> None:
     """Both files, and a digest of the weights beside them; tensors that share memory are written once each."""
     copies = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
-    save_file(copies, folder / TENSORS, metadata={_WEIGHTS: weights})
+    save_file(copies, folder / TENSORS, metadata={"weights": weights})
     write_json(folder / RECORD, {"kind": _KIND, "version": _VERSION, **to_json(record)})
-
-
-def read_digest(folder: Path) -> str | None:
-    """The digest of the weights that linattn.safetensors was written beside; None in folders of earlier versions."""
-    with safe_open(folder / TENSORS, "pt") as file:
-        return (file.metadata() or {}).get(_WEIGHTS)
 
 
 def read(folder: Path) -> ModelRecord:

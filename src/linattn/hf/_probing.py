@@ -251,8 +251,7 @@ def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
     try:
         model.train(False)
         # Graphs of a model that was compiled in place hand keys on without their marks.
-        eager = torch.compiler.set_stance("force_eager")
-        with torch.random.fork_rng(sorted(devices)), torch.no_grad(), eager:
+        with torch.random.fork_rng(sorted(devices)), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for part, attributes, tables in held:
