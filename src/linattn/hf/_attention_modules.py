@@ -18,8 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 MARK = "linattn.hf.from_pretrained reads this folder"
 """What a linearized model's config.json names as its attention: no other reader has one of that name, and says so."""
 
-WRITTEN = "attn_implementation"
-"""What transformers reads from config.json, and never writes by itself."""
+# What transformers reads from config.json, and never writes by itself.
+_WRITTEN = "attn_implementation"
 
 Former = tuple[tuple[Any, str | None], ...]
 """Each configuration of a model with the implementation that it named before a switch."""
@@ -174,7 +174,7 @@ def take_out(model: PreTrainedModel, name: str) -> None:
     for part in parts_of(model):
         for config in _configs(part):
             implementation = config._attn_implementation
-            if implementation == name and vars(config).get(WRITTEN) == MARK:
+            if implementation == name and vars(config).get(_WRITTEN) == MARK:
                 raise ValueError(
                     f"{type(model).__name__} has its configuration in common with a linearized model, which says by "
                     "what that attends; build it from a copy, copy.deepcopy(config)"
@@ -233,15 +233,15 @@ def implementations(model: PreTrainedModel, former: Former) -> Iterator[tuple[nn
 def mark(model: PreTrainedModel) -> None:
     """Make every config.json that is written of the model, or of a part of it, name another attention than softmax."""
     for config in _configs(model):
-        if WRITTEN not in vars(config):
-            setattr(config, WRITTEN, MARK)
+        if _WRITTEN not in vars(config):
+            setattr(config, _WRITTEN, MARK)
 
 
 def unmark(model: PreTrainedModel) -> None:
     """Undo `mark`."""
     for config in _configs(model):
-        if vars(config).get(WRITTEN) == MARK:
-            delattr(config, WRITTEN)
+        if vars(config).get(_WRITTEN) == MARK:
+            delattr(config, _WRITTEN)
 
 
 def parts_of(model: PreTrainedModel) -> list[PreTrainedModel]:

@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 import linattn
 from linattn.hf import _model_records
-from linattn.hf._attention_modules import MARK, WRITTEN, attention_modules
+from linattn.hf._attention_modules import MARK, attention_modules
 from linattn.hf._model_records import RECORD, REMEDY, TENSORS, LayerRecord, ModelRecord, describe_attention, outlines
 from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention, attention_of
 from linattn.hf.loading import quiet
@@ -157,7 +157,7 @@ def softmax_model(path: Path, record: ModelRecord) -> PreTrainedModel:
     for name in (_CONFIG, *_weight_files(path)):
         if not (path / name).is_file():
             raise FileNotFoundError(f"{path / name} is missing, and with it the softmax model; {REMEDY}")
-    config = _checked_config(path)
+    _check_config(path)
     dtype = getattr(torch, record.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{path / RECORD}: there is no dtype {record.dtype!r}; {REMEDY}")
@@ -168,9 +168,8 @@ def softmax_model(path: Path, record: ModelRecord) -> PreTrainedModel:
     if wrong:
         raise ValueError(f"the weights in {path} are not those of {record.model_class}: {', '.join(wrong)}; {REMEDY}")
     with safe_open(path / TENSORS, "pt") as file:
-        digest = (file.metadata() or {}).get("weights")
-    # Earlier versions wrote none.
-    if digest is not None and (config.get(WRITTEN) != MARK or digest != _digest(path)):
+        digest = (file.metadata() or {}).get("weights")  # None of earlier versions.
+    if digest is not None and (MARK not in (path / _CONFIG).read_text("utf-8") or digest != _digest(path)):
         raise ValueError(
             f"{path}: {RECORD} was written beside other files, and config.json or the weights since, as when a softmax "
             f"model is saved to the same folder; remove {RECORD} and {TENSORS} to load that, or {REMEDY}"
@@ -238,8 +237,8 @@ def _linear_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(f"{name}." for name, module in modules if isinstance(module, LayerAttention))
 
 
-def _checked_config(path: Path) -> dict[str, Any]:
-    """Read config.json; refuse one that sends transformers elsewhere, for code or for weights."""
+def _check_config(path: Path) -> None:
+    """Refuse a config.json that sends transformers elsewhere, for code or for weights."""
     place = path / _CONFIG
     if (path / _ADAPTER).exists():
         raise ValueError(f"{path / _ADAPTER} names another folder for the weights; remove it, or {REMEDY}")
@@ -252,7 +251,6 @@ def _checked_config(path: Path) -> dict[str, Any]:
                 f"{place}: {name} is {value!r}, which would have transformers take code or files from elsewhere; "
                 f"remove it, or {REMEDY}"
             )
-    return config
 
 
 def _entries(config: Any) -> Iterator[tuple[str, Any]]:
@@ -269,9 +267,7 @@ def _entries(config: Any) -> Iterator[tuple[str, Any]]:
 def _digest(path: Path) -> str:
     """SHA-256 of the softmax model's weights, in however many files they are."""
     weights = {key: x for name in _weight_files(path) for key, x in load_file(path / name).items()}
-    hashes = [
-        (key, sha256(weights[key].reshape(-1).view(torch.uint8).numpy().data).digest()) for key in sorted(weights)
-    ]
+    hashes = {key: sha256(x.reshape(-1).view(torch.uint8).numpy().data).digest() for key, x in sorted(weights.items())}
     return sha256(repr(hashes).encode()).hexdigest()
 
 

@@ -243,14 +243,13 @@ def _marked(update: Callable[..., tuple[Tensor, Tensor]], *tensors: Any, **optio
 
 @contextmanager
 def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode without gradients; random states, and what the modules hold, are then as they were."""
+    """Evaluation mode without gradients or graphs, which lose marks; all that modules hold is then as it was."""
     parts = [vars(module) for module in model.modules()]
     # What dictionaries hold too: BigBird takes other modules for short texts, and outputs are captured by hooks.
     held = [(part, dict(part), {name: dict(x) for name, x in part.items() if isinstance(x, dict)}) for part in parts]
     devices = {x.device.index for x in model.parameters() if x.device.type == "cuda"}
     try:
         model.train(False)
-        # Graphs of a model that was compiled in place hand keys on without their marks.
         with torch.random.fork_rng(sorted(devices)), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:

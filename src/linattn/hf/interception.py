@@ -166,19 +166,14 @@ def intercept(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
 
     Source: transformers' documentation, "Attention interface".
     """
-    model = _uncompiled(model)
+    unwrapped(model)
+    model = getattr(model, "_orig_mod", model)
     interception = _Interception(handler, model)
     with answering(model, interception.answer), ExitStack() as hooks:
         for part in parts_of(model):
             hooks.enter_context(part.register_forward_pre_hook(refuse_weights, with_kwargs=True))
         with model.register_forward_pre_hook(interception.start), model.register_forward_hook(interception.finish):
             yield
-
-
-def _uncompiled(model: PreTrainedModel) -> PreTrainedModel:
-    """The model that a compiled one runs, whose calls a handler sees one by one; what is no model is refused."""
-    unwrapped(model)
-    return getattr(model, "_orig_mod", model)
 
 
 def _attend(
@@ -233,7 +228,8 @@ def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Capture:
 
     Source: transformers' documentation, "Attention interface".
     """
-    model = _uncompiled(model)
+    unwrapped(model)
+    model = getattr(model, "_orig_mod", model)
     if model.training:
         raise ValueError(f"{type(model).__name__} is in training mode; call model.eval() first, or dropout is recorded")
     with torch.no_grad():

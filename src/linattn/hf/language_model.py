@@ -93,8 +93,7 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
 
         Raises:
             TypeError: another kind of cache.
-            ValueError: a mask of single pairs, or one that shows or hides other tokens of the cache than before; shapes
-                that do not fit.
+            ValueError: a mask of single pairs, or one that changes earlier tokens; shapes that do not fit.
         """
         cache = past_key_values
         if cache is not None and not isinstance(cache, StreamCache):
@@ -127,8 +126,7 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
             sizes = {"vocab_size": self.config.vocab_size, "num_items_in_batch": num_items_in_batch}
             loss = self.loss_function(logits=logits, labels=labels, **sizes)
         hidden_states = (*states, self.model.norm(x)) if wants_states else None
-        # Last, so that an error leaves the cache as it was.
-        if cache is not None:
+        if cache is not None:  # Last: an error leaves the cache as it was.
             cache.advance(streams, input_ids.shape[1])
         return CausalLMOutputWithPast(loss, logits, cache, hidden_states)
 

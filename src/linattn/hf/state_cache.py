@@ -64,9 +64,8 @@ class StreamCache(ForkedCache):
         return [layer.state for layer in self.layers if layer.state is not None] or None
 
     def checked_mask(self, mask: Tensor | None, length: int) -> Tensor | None:
-        """The mask (B, L) of new tokens, the columns before them held against its tokens; None hides none."""
+        """The mask (B, L) of new tokens, from one of all tokens, held against earlier ones, or of these alone."""
         num_tokens = self.get_seq_length()
-        # Column j is token j, as transformers reads it; a mask of the new tokens alone says so by its width.
         if mask is not None and mask.shape[1] < num_tokens + length:
             earlier = mask.new_ones(len(mask), num_tokens) if self._live is None else self._live[:, :num_tokens]
             mask = torch.cat((earlier, mask[:, -length:]), 1)
