@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -266,9 +265,18 @@ def _entries(config: Any) -> Iterator[tuple[str, Any]]:
 
 def _digest(path: Path) -> str:
     """SHA-256 of the softmax model's weights, in however many files they are."""
-    weights = {key: x for name in _weight_files(path) for key, x in load_file(path / name).items()}
-    hashes = {key: sha256(x.reshape(-1).view(torch.uint8).numpy().data).digest() for key, x in sorted(weights.items())}
-    return sha256(repr(hashes).encode()).hexdigest()
+    hashes: dict[str, bytes] = {}
+    for name in _weight_files(path):
+        # One tensor at a time: a second copy of all may not fit in memory.
+        with safe_open(path / name, "pt") as file:
+            hashes |= {key: sha256(_bytes(file.get_tensor(key))).digest() for key in sorted(file.keys())}
+    return sha256(repr(sorted(hashes.items())).encode()).hexdigest()
+
+
+def _bytes(x: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    view: memoryview = x.reshape(-1).view(torch.uint8).numpy().data
+    return view
 
 
 def _weight_files(path: Path) -> list[str]:

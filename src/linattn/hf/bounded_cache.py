@@ -78,7 +78,7 @@ class BoundedCache(TextCache):
     bounded, for texts up to the window.
 
     To continue a text, give the same cache again; to try several continuations, continue from `fork`. A call that ends
-    by an error may leave it between two tokens, and the next call refuses it then, unless only recurrent layers ran.
+    by an error leaves new tokens in some layers, which the next call refuses, or in all: go on from a fork made before.
     `crop` needs `activate_past_recording`, which assisted generation and prompt lookup call by themselves. An
     encoder-decoder takes it for its self-attention: `EncoderDecoderStates(BoundedCache(model), DynamicCache())`.
 

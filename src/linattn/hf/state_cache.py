@@ -139,7 +139,7 @@ class StateCache(TextCache):
 
     Layers that kept their softmax have their keys and values in it. `generate` of a linearized model makes one by
     itself. To continue a text, give the same cache again; to try several continuations, continue from `fork`. A call
-    that ends by an error leaves it between two tokens, and the next call refuses it: go on from a fork.
+    that ends by an error leaves new tokens in some layers, which the next call refuses, or in all: go on from a fork.
 
     An encoder-decoder takes it for its self-attention: `EncoderDecoderStates(StateCache(model), DynamicCache())`. A
     pass that records gradients keeps the graph alive through the states.
