@@ -269,14 +269,9 @@ def _digest(path: Path) -> str:
     for name in _weight_files(path):
         # One tensor at a time: a second copy of all may not fit in memory.
         with safe_open(path / name, "pt") as file:
-            hashes |= {key: sha256(_bytes(file.get_tensor(key))).digest() for key in sorted(file.keys())}
+            tensors = ((key, file.get_tensor(key).reshape(-1).view(torch.uint8)) for key in sorted(file.keys()))
+            hashes |= {key: sha256(x.numpy()).digest() for key, x in tensors}
     return sha256(repr(sorted(hashes.items())).encode()).hexdigest()
-
-
-def _bytes(x: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
-    view: memoryview = x.reshape(-1).view(torch.uint8).numpy().data
-    return view
 
 
 def _weight_files(path: Path) -> list[str]:
