@@ -11,6 +11,7 @@ STREAMS, LAWS, TIERS = (f"tests/kv_cache/test_{name}.py" for name in ("codes", "
 FAULTS = (
     Fault("stop before levels are fixed", LEVELS, "_STEPS = 12", "_STEPS = 1", LAWS),
     Fault("round to the level of the listed multiple", LEVELS, "+ is_higher.int() - is_lower.int()", "", LAWS),
+    Fault("follow the scale of a state's codes", CODES, "x.detach().clamp(", "x.clamp(", STREAMS),
     Fault(
         "scale every row by its root mean square", CODES, "factors[best.argmax(0)]", "factors[0 * best.argmax(0)]", LAWS
     ),

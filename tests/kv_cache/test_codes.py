@@ -169,6 +169,21 @@ def test_gradients_pass_rounding_by() -> None:
     assert bool((early.abs().amax((0, 1, 3)) > 0).all())
 
 
+def test_codes_of_earlier_calls_are_constants_for_gradients() -> None:
+    """Of what a state holds in numbers, as its window, later calls have gradients."""
+    config, cut = MergedKV(4, 24, bits=4, num_sinks=0), LENGTH - 5
+    query, key, value = qkv(**SIZES)
+    parts, state = [], None
+    value.requires_grad_()
+    for piece in (slice(0, cut), slice(cut, LENGTH)):
+        given = query[:, :, piece], key[:, :, piece], value[:, :, piece]
+        out, state = linattn.merged_attention_with_state(*given, config, state, enable_gqa=True)
+        parts.append(out)
+    size = torch.autograd.grad(parts[1].square().sum(), value)[0].abs().amax((0, 1, 3))
+    assert not bool(size[: cut - 8].any())
+    assert bool((size[cut - 4 :] > 0).all())
+
+
 def test_the_state_is_small() -> None:
     """Codes and a scale a row, biases and frames: counted in the tensors that are kept."""
     config = MergedKV(4, 48, bits=4)

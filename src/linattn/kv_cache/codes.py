@@ -82,7 +82,7 @@ class Codes(NamedTuple):
         # Compiled code finds the same: sums are of double precision there and here, and their order decides nothing.
         if in_compiled_code:
             return cls(*_in_compiled_code(x, bits, num_bytes))
-        x = x.clamp(-_LARGEST, _LARGEST)
+        x = x.detach().clamp(-_LARGEST, _LARGEST)
         blocks = x.unflatten(-1, (bits.shape[-1], x.shape[-1] // max(bits.shape[-1], 1))).transpose(2, 3).contiguous()
         # Compiled code runs on a CPU, and other devices are slow with double precision, or have none.
         precise = torch.float64 if x.is_cpu else x.dtype

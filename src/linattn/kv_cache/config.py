@@ -93,7 +93,7 @@ class MergedKV:
     have more where the sampled queries weigh a coordinate more, b_c of least Σ E[q_c²]·σ_c²·distortion(b_c) in the same
     sum. Means, deviations and bits are of the keys there are when codes begin, and of three times as many once more.
     The sinks, the window and the block stay exact, and so do the first keys between them until they would take more
-    memory than codes. For gradients rounding adds a constant.
+    memory than codes. For gradients rounding adds a constant, and codes of earlier calls are constants.
 
     Without causality, in encoders, the sample is evenly spaced among all queries, and O(L·(64 + C)·(D + Dv)) time is
     taken. Up to 2,048 keys it has as many queries as keep 2¹⁷ logits, beyond 64. All is counted in a row's live tokens,
