@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from linattn.feature_maps import Balanced, Centred, Expansion, FavorPlus, FeatureMap, Sderf
+from grid import VARIANTS, build, tokens
+from linattn import linear_attention
+from linattn.feature_maps import FEATURE_MAPS, Balanced, Centred, Expansion, FavorPlus, FeatureMap, Sderf
 
 MAPS: dict[str, Callable[[], FeatureMap]] = {
     "Expansion": lambda: Expansion(4, 3),
@@ -62,3 +65,28 @@ def test_what_no_fit_would_give_is_refused() -> None:
     _, saved = fitted("Balanced")
     with pytest.raises(ValueError, match="transform must be finite and invertible"):
         MAPS["Balanced"]().load_state_dict(saved | {"transform": 0 * saved["transform"]})
+
+
+LEFT = {"zeros": 0.0, "NaN": torch.nan, "large": 3e38, "small": -1e-30}
+
+
+@pytest.mark.parametrize("left", LEFT)
+@pytest.mark.parametrize("name", [*FEATURE_MAPS, *VARIANTS])
+def test_values_loaded_after_to_empty_are_all_that_counts(
+    name: str, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the memory held; and constants, which no file holds, are there again."""
+
+    def empty(x: Tensor, **options: torch.device) -> Tensor:
+        return torch.full_like(x, LEFT[left] if x.is_floating_point() else 2**62, **options)
+
+    monkeypatch.setattr(torch, "empty_like", empty)
+    feature_map, x = build(name), tokens(2, 2, 11, 8)
+    for device in ("cpu", "meta"):
+        for assign in (False, True):
+            target = copy.deepcopy(feature_map).to(device)
+            if not assign or device == "cpu":
+                target = target.to_empty(device="cpu")
+            target.load_state_dict(feature_map.state_dict(), assign=assign)
+            assert torch.equal(linear_attention(x, x, x, target), linear_attention(x, x, x, feature_map))
+            assert target.fingerprint() == feature_map.fingerprint()

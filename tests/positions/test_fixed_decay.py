@@ -67,3 +67,8 @@ def test_rates_stay_as_they_are_where_a_model_is_cast(dtype: torch.dtype) -> Non
     rates = decay.rates.clone()
     cast = torch.nn.Sequential(decay).to(dtype)
     assert torch.equal(cast[0].rates, rates)
+
+
+def test_a_decay_without_values_is_named() -> None:
+    with torch.device("meta"):
+        assert "meta" in repr(FixedDecay.alibi(2))

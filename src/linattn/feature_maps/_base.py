@@ -22,16 +22,18 @@ _LIVE: WeakValueDictionary[int, FeatureMap] = WeakValueDictionary()
 
 
 class UncastBuffers(nn.Module):
-    """A module whose buffers keep their dtype and values when a model is cast."""
+    """A module whose buffers keep their dtype and values when a model is cast, and constants wherever it is put."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move with the model, and take buffers that were cast back, where they were moved to."""
+        """Move with the model, and take buffers that were cast back, where they were moved to; and constants' values."""
         masters = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
         for name, master in masters.items():
             moved = self._buffers[name]
-            if moved is not None and moved.dtype != master.dtype:
-                self._buffers[name] = master.to(moved.device)
+            # What no file holds is lost with its values, as by `to_empty`.
+            is_constant = name in self._non_persistent_buffers_set
+            if moved is not None and (is_constant or moved.dtype != master.dtype):
+                self._buffers[name] = master if is_constant and moved.is_meta else master.to(moved.device)
         return self
 
 

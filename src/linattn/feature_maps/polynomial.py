@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._arguments import check_count, check_number, temperature
-from linattn.feature_maps._base import FeatureMap, in_both_dtypes
+from linattn.feature_maps._base import FeatureMap, UncastBuffers, in_both_dtypes
 
 
-class MonomialMap(FeatureMap):
+class MonomialMap(UncastBuffers, FeatureMap):
     """All monomials of one degree in the scaled coordinates and, if `constant` > 0, in one constant coordinate."""
 
     index: Tensor

@@ -139,7 +139,8 @@ class Balanced(Wrapper):
             return
         with torch.inference_mode(False), torch.no_grad():
             matrix = shared(self.transform)
-            self._prepared = in_both_dtypes(matrix.mT.contiguous(), torch.linalg.inv(matrix))
+            # Without a check: none of them has an inverse until values are loaded.
+            self._prepared = in_both_dtypes(matrix.mT.contiguous(), torch.linalg.inv_ex(matrix).inverse)
 
 
 def _balancing(query: Tensor, key: Tensor, ridge: float) -> Tensor:

@@ -350,4 +350,4 @@ class FixedDecay(UncastBuffers, Gate):
 
     def extra_repr(self) -> str:
         """The rates."""
-        return f"{self.rates.tolist()}"
+        return f"{self.rates if self.rates.is_meta else self.rates.tolist()}"
