@@ -199,6 +199,27 @@ def distributed_errors(mesh: DeviceMesh, dimension: str) -> float:
     return difference(found.full_tensor(), truth[:, :, part])
 
 
+def refusals_of_distributed(mesh: DeviceMesh) -> dict[str, str]:
+    """What calls of one process say to DTensors."""
+    query, _, value = (distribute_tensor(x, mesh, [Shard(0)]) for x in qkv())
+    tokens, feature_map = (query, query, query), build("FavorPlus")
+    calls = {
+        "linear": lambda: linattn.linear_attention(*tokens, feature_map),
+        "stream": lambda: linattn.linear_attention_with_state(*tokens, feature_map),
+        "softmax": lambda: linattn.softmax_attention(*tokens),
+        "merged": lambda: linattn.merged_attention(*tokens, linattn.MergedKV(4, 4)),
+        "map": lambda: feature_map.query(query),
+        "layer": lambda: linattn.nn.SoftmaxAttention(8, 2)(value[:, 0]),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            found[name] = str(error)
+    return found
+
+
 def _whole_state(feature_map: FeatureMap, key: Tensor, value: Tensor, **options: Any) -> linattn.State:
     """One process's state; what queries would see is left out."""
     query = torch.zeros_like(key)

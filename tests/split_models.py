@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from layers import HEAD_DIM, LAYERS, VOCABULARY, hybrid, linear, softmax, text, tokens
 from linattn.feature_maps import FavorPlus, LearnedExponential
@@ -90,6 +90,33 @@ def losses(
         optimizer.step()
         found.append(float(whole))
     return found
+
+
+HEADS = ("q_proj", "k_proj", "v_proj")
+
+
+def errors_of_split_heads(mesh: DeviceMesh, kind: str) -> dict[str, float]:
+    """How far a layer whose heads torch's tensor parallelism splits is from the whole one, gradients too."""
+    build = {"linear": lambda **how: linear(FavorPlus(HEAD_DIM, 8), **how), "softmax": softmax}[kind]
+    torch.manual_seed(3)
+    layer = build(positions=Rotary(HEAD_DIM), is_causal=True, qk_norm="rms").double()
+    x, grad = tokens(2, LENGTH, seed=1).requires_grad_(), tokens(2, LENGTH, seed=2)
+    plan = {**dict.fromkeys(HEADS, ColwiseParallel()), "o_proj": RowwiseParallel()}
+    split = parallelize_module(copy.deepcopy(layer), mesh, plan)
+    out, found = layer(x), split(x)
+    truth, of_x = (torch.autograd.grad(y, x, grad)[0] for y in (out, found))
+    return {"out": difference(found, out), "x": difference(of_x, truth)}
+
+
+def refusal_of_heads_split_apart(mesh: DeviceMesh, kind: str, names: tuple[str, ...]) -> str:
+    """Where some projections are split and others are not."""
+    layer = {"linear": lambda **how: linear(FavorPlus(HEAD_DIM, 8), **how), "softmax": softmax}[kind]()
+    split = parallelize_module(layer.double(), mesh, dict.fromkeys(names, ColwiseParallel()))
+    try:
+        split(tokens(2, LENGTH))
+    except ValueError as error:
+        return str(error)
+    return "nothing refused"
 
 
 def gradients_of_replicas(mesh: DeviceMesh) -> list[Tensor]:

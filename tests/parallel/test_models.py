@@ -6,7 +6,7 @@ import pytest
 
 from layers import BIDIRECTIONAL, LAYERS, PADDABLE
 from ranks import SIZES
-from split_models import layer_errors, losses
+from split_models import HEADS, errors_of_split_heads, layer_errors, losses, refusal_of_heads_split_apart
 
 pytestmark = pytest.mark.xdist_group("ranks")
 PARTS = {2: (9, 14), 3: (11, 0, 12), 4: (1, 9, 6, 7)}
@@ -41,3 +41,17 @@ def test_weights_that_are_sharded_train_alike(on_ranks):
     whole, *_ = on_ranks(2, losses, "sequence", 4)
     for found in on_ranks(2, losses, "sequence", 4, sharded=True):
         assert found == pytest.approx(whole, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["linear", "softmax"])
+def test_heads_split_over_ranks(on_ranks, kind):
+    """Torch's tensor parallelism, which gives a rank some of the heads, each as wide as before."""
+    for found in on_ranks(2, errors_of_split_heads, kind):
+        assert max(found.values()) <= 1e-12, found
+
+
+@pytest.mark.parametrize("kind", ["linear", "softmax"])
+@pytest.mark.parametrize("names", [*((name,) for name in HEADS), HEADS[1:]], ids="+".join)
+def test_heads_split_otherwise_for_queries_than_for_keys_are_refused(on_ranks, kind, names):
+    for found in on_ranks(2, refusal_of_heads_split_apart, kind, names):
+        assert "split all three over ranks alike" in found

@@ -8,7 +8,15 @@ import pytest
 
 from grid import MAPS, SOFTMAX_MAPS, build, takes_statistics_from_the_call
 from ranks import SIZES
-from split_calls import LENGTHS, Whole, compiled_errors, distributed_errors, errors_of_calls, state_errors
+from split_calls import (
+    LENGTHS,
+    Whole,
+    compiled_errors,
+    distributed_errors,
+    errors_of_calls,
+    refusals_of_distributed,
+    state_errors,
+)
 
 pytestmark = pytest.mark.xdist_group("ranks")
 # Rounding in float64 over some hundred additions; the grid's random maps have weights of very different sizes.
@@ -82,3 +90,9 @@ def test_tensors_that_know_their_ranks(on_ranks, dimension):
     """DTensors split over data or heads, and sequences split over another dimension of the mesh."""
     for found in on_ranks((2, 2), distributed_errors, dimension):
         assert found <= BOUND, found
+
+
+def test_tensors_that_know_their_ranks_are_refused_where_nothing_is_split(on_ranks):
+    for found in on_ranks(2, refusals_of_distributed):
+        assert len(found) == 6
+        assert all("got a DTensor; call through" in words for words in found.values()), found

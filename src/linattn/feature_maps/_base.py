@@ -25,7 +25,7 @@ class UncastBuffers(nn.Module):
     """A module whose buffers keep their dtype and values when a model is cast, and constants wherever it is put."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move with the model, and take buffers that were cast back, where they were moved to; and constants' values."""
+        """Move with the model; buffers that were cast, and constants, are taken back where they were moved to."""
         masters = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
         for name, master in masters.items():

@@ -164,9 +164,18 @@ class Attention(nn.Module, ABC):
 
     def _heads(self, x: Tensor, source: Tensor, key_mask: Tensor | None, before: Tensor | None) -> Heads:
         """The call's tokens in heads, at their positions after so many (B,) before, with their gates."""
-        query = _normed(self.q_norm, self.q_proj(x).unflatten(-1, (self.num_heads, -1))).transpose(1, 2)
-        key = _normed(self.k_norm, self.k_proj(source).unflatten(-1, (self.num_kv_heads, -1))).transpose(1, 2)
-        value = self.v_proj(source).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
+        projected = self.q_proj(x), self.k_proj(source), self.v_proj(source)
+        wide, narrow, of_values = (y.shape[-1] for y in projected)
+        # Under tensor parallelism a rank has some of the heads.
+        if narrow != of_values or narrow % self.head_dim or wide * self.num_kv_heads != narrow * self.num_heads:
+            raise ValueError(
+                f"projections of queries, keys and values are {wide}, {narrow} and {of_values} wide, wanted heads of "
+                f"width {self.head_dim}, {self.num_heads} of queries for {self.num_kv_heads} of keys and values; split "
+                "all three over ranks alike, each rank with entire groups of heads"
+            )
+        query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)
+        query, key = _normed(self.q_norm, query).transpose(1, 2), _normed(self.k_norm, key).transpose(1, 2)
+        value = value.transpose(1, 2)
         if self.positions is not None:
             query, key = self.positions(query, key, _places(x, key_mask, before))
         return Heads(query, key, value, key_mask, None if self.gate is None else self.gate(source))
