@@ -98,6 +98,25 @@ def test_a_package_that_is_missing_is_named(run_program, words, missing, said):
     assert done.stderr.startswith(said)
 
 
+@pytest.mark.parametrize("module", ["linattn.cli.app", "linattn.cli.convert"])
+def test_ctrl_c_while_modules_are_loaded_is_no_traceback(run_program, module):
+    program = f"""
+import sys
+from linattn.cli import main
+
+class Interrupted:
+    def find_spec(name, path=None, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+
+sys.modules.pop({module!r}, None)
+sys.meta_path.insert(0, Interrupted)
+main()
+"""
+    done = run_program(program, "convert", "--help")
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def test_missing_extras_are_named(monkeypatch):
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name in ("typer", "rich") else object())
     with pytest.raises(SystemExit, match=r"needs typer, rich, not installed here: pip install 'linattn\[cli\]'"):

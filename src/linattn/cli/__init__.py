@@ -13,7 +13,10 @@ def main() -> None:
     """Run the `linattn` command; exit with 0, 1 (failed, a package missing), 2 (unknown words) or 130 (interrupted)."""
     if missing := [package for package in _NEEDED if find_spec(package) is None]:
         sys.exit(f"linattn: the command needs {', '.join(missing)}, not installed here: pip install 'linattn[cli]'")
-    # Only here, so that a missing package ends in the sentence above and not in a traceback.
-    from linattn.cli.app import app
+    try:
+        # Only here, so that a missing package ends in the sentence above and not in a traceback.
+        from linattn.cli.app import app
 
-    app()
+        app()
+    except KeyboardInterrupt:  # While modules are loaded, and nothing is done yet.
+        sys.exit(130)

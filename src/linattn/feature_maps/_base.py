@@ -30,8 +30,7 @@ class UncastBuffers(nn.Module):
         super()._apply(fn, recurse)
         for name, master in masters.items():
             moved = self._buffers[name]
-            # What no file holds is lost with its values, as by `to_empty`.
-            is_constant = name in self._non_persistent_buffers_set
+            is_constant = name in self._non_persistent_buffers_set  # No file has what `to_empty` loses.
             if moved is not None and (is_constant or moved.dtype != master.dtype):
                 self._buffers[name] = master if is_constant and moved.is_meta else master.to(moved.device)
         return self

@@ -225,8 +225,7 @@ def second_moment(x: Tensor) -> Tensor:
 def spectral(matrix: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """U f(λ) Uᵀ of symmetric U diag(λ) Uᵀ, (..., D, D): a function of the matrix, whichever eigenvectors are found."""
     symmetric = (matrix + matrix.mT) / 2
-    # `to_empty` leaves whatever is there until values are loaded, and eigh raises where that is NaN.
-    values, vectors = torch.linalg.eigh(symmetric.nan_to_num())
+    values, vectors = torch.linalg.eigh(symmetric.nan_to_num())  # It raises at NaN, which `to_empty` may leave.
     product: Tensor = (vectors * function(values).unsqueeze(-2)) @ vectors.mT
     return torch.where(symmetric.isfinite(), (product + product.mT) / 2, torch.nan)
 

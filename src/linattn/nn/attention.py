@@ -165,8 +165,7 @@ class Attention(nn.Module, ABC):
     def _heads(self, x: Tensor, source: Tensor, key_mask: Tensor | None, before: Tensor | None) -> Heads:
         """The call's tokens in heads, at their positions after so many (B,) before, with their gates."""
         projected = self.q_proj(x), self.k_proj(source), self.v_proj(source)
-        wide, narrow, of_values = (y.shape[-1] for y in projected)
-        # Under tensor parallelism a rank has some of the heads.
+        wide, narrow, of_values = (y.shape[-1] for y in projected)  # Some heads alone, where ranks share them.
         if narrow != of_values or narrow % self.head_dim or wide * self.num_kv_heads != narrow * self.num_heads:
             raise ValueError(
                 f"projections of queries, keys and values are {wide}, {narrow} and {of_values} wide, wanted heads of "

@@ -161,8 +161,7 @@ def check_dtype(name: str, x: object, dtypes: tuple[torch.dtype, ...], wanted: s
 def check_dense(**tensors: object) -> None:
     """Refuse nested tensors, and those of which ranks hold parts."""
     for name, x in tensors.items():
-        # By name: to import the class takes longer than all of linattn.
-        if type(x).__name__ == "DTensor":
+        if type(x).__name__ == "DTensor":  # To import it takes longer than all of linattn.
             raise ValueError(
                 f"{name} must be a plain tensor, got a DTensor; call through "
                 "torch.distributed.tensor.experimental.local_map, with batch or heads split, or give x.full_tensor()"

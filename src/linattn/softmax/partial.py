@@ -94,8 +94,7 @@ def combine(*partials: Partial) -> Partial:
     if not partials:
         raise ValueError("combine needs at least one Partial, got none")
     shapes = [(tuple(p.out.shape), tuple(p.log_normalizer.shape)) for p in partials]
-    # Not as a set: sizes that a graph leaves open have no hash.
-    if any(shape != shapes[0] for shape in shapes):
+    if any(shape != shapes[0] for shape in shapes):  # Sizes that a graph leaves open have no hash.
         raise ValueError(
             f"combine needs partials of one shape, got (out, log_normalizer) of {sorted(set(shapes))}; "
             "read the parts with the same queries"
