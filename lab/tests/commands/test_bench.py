@@ -104,6 +104,18 @@ def test_other_settings_start_anew(run, tmp_path, timed):
     assert timed == [8, 16, 24]
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b'{"a": 1}\n'], ids=["no text", "no benchmark"])
+def test_a_file_of_another_is_not_lost(run, tmp_path, timed, content):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "bench.jsonl").write_bytes(content)
+    for _ in range(2):
+        assert run().exit_code == 0
+    assert (out / "bench.1.jsonl").read_bytes() == content
+    # One of this command is the last run's.
+    assert not (out / "bench.2.jsonl").exists()
+
+
 def test_an_early_interrupt_leaves_what_was_there(run, tmp_path, timed):
     run()
     before = (tmp_path / "out" / "bench.jsonl").read_bytes()

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from linattn.cli.terminal import ending, print_table
 from linattn.processes import interrupts
+from linattn_lab.asides import set_aside
 from linattn_lab.bench.measuring import Bench
 from linattn_lab.bench.records import BENCH, LengthRow, partial_path
 from linattn_lab.bench.settings import Settings
@@ -18,8 +19,7 @@ from linattn_lab.pace import Pace
 from linattn_lab.report import write_report
 from linattn_lab.report.bench.summary import conclude, length_table, summarise_bench
 
-# From this many columns on the table has room for fastest and slowest.
-_WIDE = 112
+_WIDE = 112  # From this many columns on the table has room for fastest and slowest.
 
 
 def benchmark(settings: Settings, out: Path) -> None:
@@ -47,6 +47,8 @@ def _measure(measured: Bench, records: Path, console: Console) -> None:
     elif partial.exists():
         console.print("An earlier run measured with other settings; starting again.", highlight=False)
     BENCH.extend(partial, measured.header, kept, _shown(measured, kept, console))
+    if records.exists() and BENCH.unfinished(records) is None:  # Another's file.
+        set_aside(records)
     partial.replace(records)
 
 
@@ -55,8 +57,8 @@ def _what_is_left(partial: Path) -> str:
     found = BENCH.unfinished(partial)
     if found is None or not found[1]:
         return "No length was measured yet."
-    header, rows = found
-    return f"{len(rows)} of {len(header.lengths)} lengths are kept in {partial}; run the same command again to resume."
+    of_all = f"{len(found[1])} of {len(found[0].lengths)}"
+    return f"{of_all} lengths are kept in {partial}; run the same command again to resume."
 
 
 def _shown(measured: Bench, kept: list[LengthRow], console: Console) -> Iterator[LengthRow]:
