@@ -179,3 +179,17 @@ def test_cancellation_leaves_a_logarithm(case: Case) -> None:
         call = {"is_causal": case.is_causal, "backend": case.backend}
         part = linattn.linear_partial(85 * query, 400 * key, value, feature_map, **call)
         assert part.log_normalizer.isfinite().all()
+
+
+def test_partials_of_a_length_that_a_graph_leaves_open() -> None:
+    class Combined(torch.nn.Module):
+        def forward(self, out: torch.Tensor, log: torch.Tensor) -> torch.Tensor:
+            return linattn.combine(linattn.Partial(out, log), linattn.Partial(2 * out, log + 1)).out
+
+    def inputs(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(1, 2, length, 4), torch.randn(1, 2, length)
+
+    length = torch.export.Dim("length", min=2, max=99)
+    program = torch.export.export(Combined(), inputs(7), dynamic_shapes=({2: length}, {2: length})).module()
+    for given in (inputs(7), inputs(40)):
+        torch.testing.assert_close(program(*given), Combined()(*given))
