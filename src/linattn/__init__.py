@@ -6,16 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-
-def _is_command() -> bool:
-    """Whether this process is the `linattn` command, by its script or by `python -m linattn`."""
-    words = sys.argv or [""]
-    return (sys.orig_argv[-len(words)] if words[0] == "-m" else Path(words[0]).stem) == "linattn"
-
-
-# Asked once: Python names the module's file as its first word only after this import.
-_IS_COMMAND = _is_command()
-
+# Whether this process is the `linattn` command, by its script or by `python -m linattn`; asked once, since Python names
+# the module's file as its first word only after this import.
+_WORDS = sys.argv or [""]
+_IS_COMMAND = (sys.orig_argv[-len(_WORDS)] if _WORDS[0] == "-m" else Path(_WORDS[0]).stem) == "linattn"
 
 # The command imports torch when a subcommand runs: help and wrong words are not to wait for it. Elsewhere all is
 # imported at once: `import linattn` is what lets torch.load read states.

@@ -139,8 +139,10 @@ class Balanced(Wrapper):
             return
         with torch.inference_mode(False), torch.no_grad():
             matrix = shared(self.transform)
-            # Without a check: none of them has an inverse until values are loaded.
-            self._prepared = in_both_dtypes(matrix.mT.contiguous(), torch.linalg.inv_ex(matrix).inverse)
+            # There may be none until values are loaded.
+            inverse, wrong = torch.linalg.inv_ex(matrix)
+            inverse.masked_fill_(wrong[..., None, None] > 0, torch.nan)
+            self._prepared = in_both_dtypes(matrix.mT.contiguous(), inverse)
 
 
 def _balancing(query: Tensor, key: Tensor, ridge: float) -> Tensor:

@@ -87,7 +87,7 @@ def _attend_merging(
     sample = sampled_evenly(query, tokens.bias != -torch.inf, config.num_merged, scoring.scale, is_masked=is_masked)
     with torch.no_grad():
         distances = _distances(tokens, sample.spread)
-    if is_compiled(backend, query, tokens, cap=scoring.soft_cap):
+    if is_compiled(backend, scoring.soft_cap, query, tokens):
         start = _num_seeds(config.num_merged), _ROUNDS
         scale = scoring.scale
         return everywhere_in_compiled_code(query, tokens, sample, distances, config, start, scale, with_log=with_log)

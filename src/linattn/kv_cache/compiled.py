@@ -37,12 +37,7 @@ def is_coded(config: MergedKV) -> bool:
 
 
 def is_compiled(
-    backend: str,
-    query: Tensor,
-    tokens: Tokens,
-    *others: Tensor,
-    config: MergedKV | None = None,
-    cap: float | None = None,
+    backend: str, cap: float | None, query: Tensor, tokens: Tokens, *others: Tensor, config: MergedKV | None = None
 ) -> bool:
     """Whether compiled code runs a call, on a stream if it has a config: where it can, and is asked for or faster."""
     has_codes = config is not None and is_coded(config)

@@ -145,7 +145,7 @@ class Memory(NamedTuple):
         """With a block of tokens, the first ones of the stream as sinks."""
         count = min(config.num_sinks - self.sinks.bias.shape[2], leaving.bias.shape[2])
         sinks, leaving = self.sinks.then(leaving.cut(0, count)), leaving.cut(count, leaving.bias.shape[2])
-        leaving = _precise(leaving, self.merged.held.bias)
+        leaving = Tokens(*(x.to(self.merged.held.bias.dtype) for x in leaving))
         coded = []
         for tier, size in zip(self.coded, config.tiers, strict=True):
             after, leaving = tier.pushed(leaving, sample, size) if leaving.bias.shape[2] else (tier, leaving)
@@ -160,7 +160,7 @@ class Memory(NamedTuple):
                 exact = tier.held.then(exact)
             else:
                 codes.append((tier.held, tier.followed))
-        exact = _precise(exact, self.merged.held.bias)
+        exact = Tokens(*(x.to(self.merged.held.bias.dtype) for x in exact))
         if not codes:
             return read(query, exact, scoring, is_causal=True, with_log=with_log)
         rows = query.to(exact.bias.dtype)
@@ -192,8 +192,3 @@ class Memory(NamedTuple):
         few, member = reduced(tier.tokens().then(leaving), sample, left, config.num_newest, soft_cap)
         # No more clusters are of several keys than keys are too many, and others are those that leave.
         return tier.replaced(few, member, number + 2 * extra - left, sample, size)
-
-
-def _precise(tokens: Tokens, like: Tensor) -> Tokens:
-    """Tokens in the precision of merged keys."""
-    return Tokens(*(x.to(like.dtype) for x in tokens))

@@ -34,7 +34,7 @@ def attend_causal_merging(
     biases = before.recent.bias.new_zeros(1, 1, key.shape[2]) if bias is None else bias
     tokens, config = before.recent.then(Tokens(key, value, biases.expand(key.shape[:3]))), before.config
     stream = Stream(query, tokens, before)
-    in_compiled_code = is_compiled(backend, query, tokens, *before.leaves(), config=config, cap=scoring.soft_cap)
+    in_compiled_code = is_compiled(backend, scoring.soft_cap, query, tokens, *before.leaves(), config=config)
     if in_compiled_code and not is_coded(config):
         rows, keys = stream_in_compiled_code(stream, scoring.scale, with_log=with_log)
     else:

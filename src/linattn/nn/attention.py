@@ -173,8 +173,8 @@ class Attention(nn.Module, ABC):
                 "all three over ranks alike, each rank with entire groups of heads"
             )
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)
-        query, key = _normed(self.q_norm, query).transpose(1, 2), _normed(self.k_norm, key).transpose(1, 2)
-        value = value.transpose(1, 2)
+        normed = _normed(self.q_norm, query), _normed(self.k_norm, key), value
+        query, key, value = (y.transpose(1, 2) for y in normed)
         if self.positions is not None:
             query, key = self.positions(query, key, _places(x, key_mask, before))
         return Heads(query, key, value, key_mask, None if self.gate is None else self.gate(source))

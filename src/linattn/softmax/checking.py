@@ -191,8 +191,7 @@ def check_soft_cap(soft_cap: float | None) -> float | None:
     """A cap on logits as a float, or None for none; refuse what is no finite number > 0."""
     if soft_cap is None:
         return None
-    is_number = isinstance(soft_cap, int | float) and not isinstance(soft_cap, bool)
-    if not is_number or not 0 < soft_cap < math.inf:
+    if isinstance(soft_cap, bool) or not isinstance(soft_cap, int | float) or not 0 < soft_cap < math.inf:
         raise ValueError(f"soft_cap must be a finite number > 0, or None for no cap, got {soft_cap!r}")
     return float(soft_cap)
 
