@@ -26,7 +26,7 @@ def test_other_numbers(name, value):
 
 
 @pytest.mark.parametrize(
-    "name", ["num_features", "num_tokens", "min_tokens", "adapter_rank", "batch_size", "seed", "texts", "layers"]
+    "name", ["num_features", "num_tokens", "min_tokens", "adapter_rank", "batch_size", "texts", "layers"]
 )
 def test_what_is_no_integer_or_one_for_several(name):
     values = {"texts": ["abc"], "layers": ["0", 1]}.get(name, [2.5, True])

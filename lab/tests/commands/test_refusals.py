@@ -36,7 +36,7 @@ WRONG = {
         "--features x": LISTED + "64,256; got 'x'",
         "--features 7 --map Hyperbolic --tokens 16": "so num_features must be a multiple of 2, got 7",
         "--draws 0": "--draws must be at least 1, got 0",
-        "--seed -1": "--seed must be at least 0, got -1",
+        "--seed -1": "--seed must be an integer of at least 0, got -1",
         "--tokens 0": LISTED,
         "--tokens 9999": "--tokens must be at least 1 and at most 512",
         "--tokens 2": "--tokens must be at least 8 and the text as long; of",
