@@ -25,6 +25,8 @@ MODELS = {
     },
     "codes": {"method": "FavorPlus", "positions": "SinusoidalCodes(code_dim=4)"},
     "decay": {"method": "Relu", "positions": "SinusoidalCodes(code_dim=4)", "gate": "RetNet"},
+    # Constants that no folder has.
+    "monomials": {"method": "Taylor", "num_features": None},
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -159,14 +158,13 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
                 f"the weights do not fit the model that config.json describes, missing there or without a place here: "
                 f"{', '.join(wrong)}; give the config they were saved with"
             )
+        if constants := dict(model.named_non_persistent_buffers()):  # No file has them, and transformers empties them.
+            made = cls(model.config)
+            for name, x in constants.items():
+                x.copy_(made.get_buffer(name))
         # Tensors were set one by one: what maps derive from theirs is derived anew.
         model.load_state_dict(model.state_dict())
         return loaded if output_loading_info else model
-
-    @classmethod
-    def get_init_context(cls, *args: Any) -> list[Any]:
-        """Contexts to build a model on a real device: what is no tensor of a map or an encoding is made then."""
-        return [*super().get_init_context(*args), torch.device("cpu")]
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, max_cache_length: int
