@@ -68,3 +68,15 @@ def real(inputs: dict[str, Tensor]) -> Tensor | slice:
     """Which positions of the output mean something."""
     mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
     return slice(None) if mask is None else mask.bool()
+
+
+def run(model: Any, **inputs: Any) -> Tensor:
+    """The first output of a model, without gradients."""
+    with torch.no_grad():
+        out: Tensor = model(**inputs)[0]
+    return out
+
+
+def differ(ours: Tensor, wanted: Tensor) -> float:
+    """The largest difference over the largest number."""
+    return float((ours - wanted).abs().max() / wanted.abs().max())

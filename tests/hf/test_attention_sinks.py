@@ -8,6 +8,7 @@ import torch
 from linattn import MergedKV, feature_maps
 from linattn.hf import BoundedCache, LayerAttention, StateCache, linearize_
 from linattn.hf.linearization import choose_layers
+from model_inputs import differ, run
 
 IDS = torch.randint(3, 64, (2, 24), generator=torch.Generator().manual_seed(5))
 MASK = torch.arange(24) >= torch.tensor([0, 5])[:, None]
@@ -30,15 +31,6 @@ def model(build):
         for layer in built.model.layers:
             layer.self_attn.sinks.copy_(SINKS)
     return built
-
-
-def run(model, **inputs):
-    with torch.no_grad():
-        return model(**inputs)[0]
-
-
-def differ(ours, wanted) -> float:
-    return float((ours - wanted).abs().max() / wanted.abs().max())
 
 
 @pytest.mark.parametrize("pieces", [[24], [7, 1, 1, 9, 6], [1] * 24], ids=["whole", "chunks", "tokens"])

@@ -24,6 +24,7 @@ from linattn.hf import (
 from linattn.hf._bounded_layers import BoundedLayer
 from linattn.hf._calls import InterfaceCall
 from linattn.hf.linearization import choose_layers
+from model_inputs import differ, run
 
 IDS = torch.randint(3, 64, (2, 24), generator=torch.Generator().manual_seed(5))
 MASK = torch.arange(24) >= torch.tensor([0, 5])[:, None]
@@ -46,15 +47,6 @@ def model(build):
     """A Gemma 2 whose layers both see all keys."""
     options = {name: FULL[name] for name in ("layer_types", "attn_logit_softcapping", "query_pre_attn_scalar")}
     return build("gemma2", head="ForCausalLM", **options)
-
-
-def run(model, **inputs):
-    with torch.no_grad():
-        return model(**inputs)[0]
-
-
-def differ(ours, wanted) -> float:
-    return float((ours - wanted).abs().max() / wanted.abs().max())
 
 
 @pytest.mark.parametrize("pieces", [[24], [7, 1, 1, 9, 6], [1] * 24], ids=["whole", "chunks", "tokens"])
@@ -160,7 +152,7 @@ def test_a_layer_with_a_map_refuses_a_cap():
 
 def test_what_is_captured_has_no_caps(model, exact):
     """Neither intercepted nor recorded calls tell of one, so that none is computed without it."""
-    words = "asks for soft-capped logits, which what attends in its softmax's place cannot express"
+    words = "asks for soft-capped logits, which its replacement for softmax cannot express"
     with pytest.raises(ValueError, match=words), intercept(model, exact):
         run(model, input_ids=IDS)
     with pytest.raises(ValueError, match=words):

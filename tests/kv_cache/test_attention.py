@@ -106,13 +106,14 @@ def test_windows_of_several_blocks_may_be_cut_anywhere(config: MergedKV) -> None
     torch.testing.assert_close(out, truth, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("config", PARTS, ids=str)
-def test_later_tokens_change_nothing_before_them(config: MergedKV) -> None:
+@pytest.mark.parametrize("soft_cap", [None, 0.8])
+@pytest.mark.parametrize("config", [*PARTS, MergedKV(2, 20, bits=4, coded=((12, 4), (10, 2)))], ids=str)
+def test_later_tokens_change_nothing_before_them(config: MergedKV, soft_cap: float | None) -> None:
     query, key, value = qkv(num_queries=LENGTH, num_keys=LENGTH)
-    before = attend(query, key, value, config, is_causal=True)
+    before = attend(query, key, value, config, is_causal=True, soft_cap=soft_cap)
     for x in (query, key, value):
         x[:, :, 30:] = 1e3 * x[:, :, 30:].flip(1)
-    after = attend(query, key, value, config, is_causal=True)
+    after = attend(query, key, value, config, is_causal=True, soft_cap=soft_cap)
     torch.testing.assert_close(after[:, :, :30], before[:, :, :30], rtol=1e-12, atol=1e-12)
 
 

@@ -129,7 +129,6 @@ def test_too_little_is_refused():
         from_documents(documents(100), context=100_000)
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no pipes among files")
 def test_pipes_are_refused_and_no_file_is_read_twice(tmp_path, monkeypatch):
     """A pipe has its bytes once, and may never have any; a file may be written meanwhile."""
     os.mkfifo(tmp_path / "pipe")

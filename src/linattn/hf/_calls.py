@@ -330,7 +330,7 @@ def inexpressible(options: dict[str, Any], takes: Collection[str] = ()) -> list[
 def _refusal(name: str, asked: str) -> str:
     """The error for what a kernel cannot express."""
     return (
-        f"{name} asks for {asked}, which what attends in its softmax's place cannot express: call the model without "
+        f"{name} asks for {asked}, which its replacement for softmax cannot express: call the model without "
         "it, or leave this layer its softmax"
     )
 
