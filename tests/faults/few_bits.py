@@ -24,7 +24,7 @@ FAULTS = (
         "first = wide.cumsum(-1).int()",
         LAWS,
     ),
-    Fault("give all blocks the same bits", FRAMES, "pad(power * deviation", "pad(0 * power * deviation", LAWS),
+    Fault("give all blocks the same bits", FRAMES, "pad(power * variance", "pad(0 * power * variance", LAWS),
     Fault(
         "leave coordinates in their order",
         FRAMES,
@@ -36,17 +36,18 @@ FAULTS = (
     Fault(
         "measure all coordinates alike",
         FRAMES,
-        "deviation = torch.maximum(variance, least)",
-        "deviation = torch.maximum(0 * variance, least)",
+        "variance = torch.maximum(variance, torch",
+        "variance = torch.maximum(0 * variance, torch",
         STREAMS,
     ),
     Fault(
         "round by the unit where there is but one key",
         FRAMES,
-        "mean.square().mean(-1, keepdim=True), deviation)",
-        "0, deviation)",
+        "torch.where(size == 0, mean.abs().mean(-1, keepdim=True), size)",
+        "torch.where(size == 0, 1, size)",
         STREAMS,
     ),
+    Fault("take squares of numbers of any size", FRAMES, ".log2().round().exp2()", ".clamp(1, 1)", STREAMS),
     Fault("round in the model's own basis", FRAMES, "@ matrix", "@ (matrix.abs() > 2).to(x)", LAWS),
     Fault(
         "take a new frame at every block",
@@ -115,8 +116,8 @@ FAULTS = (
     Fault(
         "evict the newest of a tier",
         TIER,
-        "return self.held.frames.outside(oldest), self._replace(held=self.held.cut(number, self.number)",
-        "return self.held.frames.outside(oldest), self._replace(held=self.held.cut(0, self.number - number)",
+        "self.cut(0, count).tokens(), self.cut(count, self.number)",
+        "self.cut(0, count).tokens(), self.cut(0, self.number - count)",
         TIERS,
     ),
     Fault("lose what passes a tier", TIER, "oldest.then(tokens.cut(0, through))", "oldest", TIERS),

@@ -51,6 +51,16 @@ def test_each_bit_halves_the_error() -> None:
     assert errors[4] < 0.06
 
 
+@pytest.mark.parametrize("power", [-100, -70, 70, 120])
+def test_numbers_of_any_size_are_rounded_alike(power: int) -> None:
+    """Squares of numbers as large, or as small, are none of float32; nor are those of rows that are all alike."""
+    query, key, value = (x.float() for x in qkv(**SIZES))
+    for rows in (slice(None), slice(1)):
+        given = query, key[:, :, rows].expand_as(key), value[:, :, rows].expand_as(value)
+        far = given[0] / 2.0**power, given[1] * 2.0**power, given[2] * 2.0**power
+        assert relative_error(attend(*far, MergedKV(4, LENGTH, bits=4)) / 2.0**power, exactly(*given)) < 0.06
+
+
 def test_weights_are_those_of_keys_and_their_mean() -> None:
     """Rows are read relative to what all keys have in common, and told with it."""
     query, key, value = qkv(**SIZES)

@@ -59,21 +59,23 @@ class Frame(NamedTuple):
         # first blocks have one more.
         share = (there.to(x.dtype) / there.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(2)
         mean = share @ x
-        variance = share @ (x - mean).square()
+        # Of rows that are all alike differences say nothing of what others have.
+        size = (share @ (x - mean).abs()).mean(-1, keepdim=True)
+        size = torch.where(size == 0, mean.abs().mean(-1, keepdim=True), size)
+        # Squares of numbers near 1 are numbers, whatever size rows have; a power of two rounds nothing.
+        size = torch.where(size == 0, 1, size).log2().round().exp2()
+        variance = share @ ((x - mean) / size).square()
         least = _LEAST**2 * variance.sum(-1, keepdim=True) / max(x.shape[-1], 1)
-        deviation = torch.maximum(variance, least)
-        # Of rows that are all alike the deviation says nothing of what others have.
-        deviation = torch.where(deviation == 0, mean.square().mean(-1, keepdim=True), deviation).sqrt()
-        deviation = torch.where(deviation == 0, 1, deviation)
+        variance = torch.maximum(variance, torch.where(least == 0, 1, least))
         layout = Layout.of(x.shape[-1])
         if power is None:
             order = torch.arange(layout.size, device=x.device).expand(*x.shape[:2], -1)
             blocks = x.new_ones(*x.shape[:2], layout.number)
         else:
-            weight = torch.nn.functional.pad(power * deviation.squeeze(2).square(), (0, layout.size - x.shape[-1]))
+            weight = torch.nn.functional.pad(power * variance.squeeze(2), (0, layout.size - x.shape[-1]))
             order = (_STEPS * weight.log2()).round().argsort(dim=-1, descending=True, stable=True)
             blocks = weight.gather(-1, order).unflatten(-1, (layout.number, layout.block)).mean(-1)
-        return cls(mean, deviation, order.to(torch.int16), allocated(blocks, layout.spent(bits)))
+        return cls(mean, variance.sqrt() * size, order.to(torch.int16), allocated(blocks, layout.spent(bits)))
 
     def where(self, holds: Tensor, other: Self) -> Self:
         """This one for the heads (B, H) for which a condition holds, another for the rest."""
@@ -87,7 +89,7 @@ class Frame(NamedTuple):
     def outside(self, x: Tensor) -> Tensor:
         """Rows (B, H, n, W) from rows relative to the frame; inverse of `inside`."""
         place = self.order.long().argsort(-1)[..., : self.mean.shape[-1]].unsqueeze(2)
-        rows = torch.take_along_dim(mixed(x, self._block), place, 3)
+        rows = torch.take_along_dim(mixed(x, Layout.of(x.shape[-1]).block), place, 3)
         return torch.addcmul(self.mean, rows, self.deviation)
 
     def queries(self, query: Tensor, dtype: torch.dtype) -> Tensor:
@@ -106,12 +108,8 @@ class Frame(NamedTuple):
     def _mixed(self, x: Tensor) -> Tensor:
         """Rows (B, H, n, W) filled up, sorted and mixed, (B, H, n, P)."""
         filled = torch.nn.functional.pad(x, (0, self.order.shape[-1] - x.shape[-1]))
-        return mixed(torch.take_along_dim(filled, self.order.long().unsqueeze(2), 3), self._block)
-
-    @property
-    def _block(self) -> int:
-        """R."""
-        return Layout.of(self.mean.shape[-1]).block
+        rows = torch.take_along_dim(filled, self.order.long().unsqueeze(2), 3)
+        return mixed(rows, Layout.of(rows.shape[-1]).block)
 
 
 class Frames(NamedTuple):

@@ -15,6 +15,7 @@ from linattn.kv_cache.bidirectional import attend_all_merging
 from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.keys import MergedKeys
 from linattn.kv_cache.state import MergedState
+from linattn.kv_cache.state_checks import check_continues
 from linattn.kv_cache.stream import attend_causal_merging
 from linattn.softmax.checking import KeyWeights, Qkv, check_soft_cap, checked, refuse_sdpa_options
 from linattn.softmax.partial import Partial
@@ -309,7 +310,8 @@ def _begun(
         return grouped, None
     if not isinstance(state, MergedState):
         raise TypeError(f"state must be a linattn.MergedState or None, got {type(state).__name__}")
-    state.check_continued_by(grouped.key, grouped.value, config, grouped.query.shape[2])
+    check_continues(state.keys, grouped.key, grouped.value, config)
+    state.check_tensors(grouped.key.shape[-1], grouped.query.shape[2])
     return grouped, state.keys
 
 

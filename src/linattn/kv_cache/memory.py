@@ -46,7 +46,7 @@ class Tier(NamedTuple):
         """Keys and values themselves."""
         if isinstance(self.held, Tokens):
             return self.held
-        return self.held.frames.outside(self.held.decoded() if self.followed is None else self.followed)
+        return self.held.frames.outside(self._numbers())
 
     def then(self, tokens: Tokens, sample: QuerySample, size: TierSize) -> Self:
         """With more tokens, no more than the tier has room for in all."""
@@ -65,7 +65,8 @@ class Tier(NamedTuple):
         excess = self.number + tokens.bias.shape[2] - size.number
         if excess <= 0:
             return self.then(tokens, sample, size), tokens.cut(0, 0)
-        oldest, rest = self._split(min(excess, self.number))
+        count = min(excess, self.number)
+        oldest, rest = self.cut(0, count).tokens(), self.cut(count, self.number)
         # Of a block larger than the tier some pass through.
         through = max(excess - self.number, 0)
         return (rest.then(tokens.cut(through, tokens.bias.shape[2]), sample, size), oldest.then(tokens.cut(0, through)))
@@ -76,15 +77,10 @@ class Tier(NamedTuple):
             return self._replace(held=tokens, followed=None)
         return self._rounded(tokens, Frames.of(tokens, size.both_bits, sample.power), size)
 
-    def _split(self, number: int) -> tuple[Tokens, Self]:
-        """The oldest tokens, decoded, and the tier without them."""
-        if isinstance(self.held, Tokens):
-            return self.held.cut(0, number), self._replace(held=self.held.cut(number, self.number))
-        followed, rest = self.followed, None
-        oldest = self.held.cut(0, number).decoded()
-        if followed is not None:
-            oldest, rest = followed.cut(0, number), followed.cut(number, self.number)
-        return self.held.frames.outside(oldest), self._replace(held=self.held.cut(number, self.number), followed=rest)
+    def cut(self, start: int, stop: int) -> Self:
+        """Consecutive tokens."""
+        followed = None if self.followed is None else self.followed.cut(start, stop)
+        return self._replace(held=self.held.cut(start, stop), followed=followed)
 
     def replaced(self, few: Tokens, member: Tensor, number_new: int, sample: QuerySample, size: TierSize) -> Self:
         """Fewer tokens (B, H, C, ·) in place of these and of more; a token that is one of these keeps its code."""
@@ -108,9 +104,7 @@ class Tier(NamedTuple):
             frames = frames.where(is_there, Frames.of(tokens, size.both_bits, sample.power))
         more = self._rounded(tokens, frames, size)
         assert isinstance(more.held, CodedTokens)
-        followed = self.followed
-        if more.followed is not None or followed is not None:
-            followed = self._numbers().then(more._numbers())
+        followed = self._numbers().then(more._numbers()) if self.followed or more.followed else None
         return self._replace(held=self.held.then(more.held), followed=followed)
 
     def _rounded(self, tokens: Tokens, frames: Frames, size: TierSize) -> Self:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.keys import MergedKeys
-from linattn.kv_cache.state_checks import check_continues, check_tensors, checked_sizes
+from linattn.kv_cache.state_checks import check_tensors, checked_sizes
 from linattn.softmax.checking import DTYPES, check_dense, check_dtype, check_indices, check_soft_cap
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import outside_autocast
@@ -116,11 +116,6 @@ class MergedState(Restored):
         if not isinstance(device, torch.device | str | int):
             raise TypeError(f"MergedState.to takes a device, got {device!r}; dtypes are those of the tokens")
         return self._each(lambda x: x.to(device))
-
-    def check_continued_by(self, key: Tensor, value: Tensor, config: MergedKV, num_groups: int) -> None:
-        """Refuse tokens that do not continue the stream, and a state whose tensors do not belong together."""
-        check_continues(self.keys, key, value, config)
-        self.check_tensors(key.shape[-1], num_groups)
 
     def check_tensors(self, head_dim: int, num_groups: int | None = None) -> None:
         """Refuse a state whose tensors are not those of its config, a width of keys and so many query heads of each."""
