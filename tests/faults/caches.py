@@ -197,6 +197,13 @@ FAULTS = (
         MODELS,
     ),
     Fault(
+        "let a window forget what leaves it short",
+        "hf/_cache_layers.py",
+        "if held - count < min(",
+        "if held < min(",
+        "tests/hf/test_sliding_windows.py",
+    ),
+    Fault(
         "take back calls that were recorded before others that were not",
         "hf/_cache_layers.py",
         "        self._calls = self._calls if self.record_past else ()\n",

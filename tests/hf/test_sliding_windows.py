@@ -6,7 +6,17 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from linattn.hf import StateCache, capture, from_pretrained, intercept, linearize_, restore_, save_pretrained
+from linattn import MergedKV
+from linattn.hf import (
+    BoundedCache,
+    StateCache,
+    capture,
+    from_pretrained,
+    intercept,
+    linearize_,
+    restore_,
+    save_pretrained,
+)
 
 WINDOW, LENGTH = 4, 13
 # Three kinds of layer types: Gemma 3 repeats a pattern, Qwen 2 slides from a layer on, Mistral slides everywhere.
@@ -199,3 +209,28 @@ def test_a_model_of_windows_alone(build, exact):
         whole(model)
     restore_(model)
     assert torch.equal(whole(model), own)
+
+
+@pytest.mark.parametrize("kind", [StateCache, BoundedCache])
+def test_a_window_takes_tokens_back_once_between_two_calls(hybrid, kind):
+    """As it holds no tokens before itself then; what is refused leaves every layer as it is."""
+    model = hybrid("gemma3")
+    if kind is StateCache:
+        linearize_(model, method="Taylor(order=2)")
+    options = {"config": MergedKV(LENGTH, LENGTH, bits=None)} if kind is BoundedCache else {}
+    wanted = run(model, input_ids=IDS, use_cache=False).logits
+    for crops in ([2], [0, 2], [2, 1], [1, 1]):
+        cache, seen = kind(model, **options), 12
+        cache.activate_past_recording()
+        for part in IDS[:, :seen].split([9, 3], 1):
+            run(model, input_ids=part, past_key_values=cache)
+        cache.crop(-crops[0])
+        seen -= crops[0]
+        for count in crops[1:]:
+            with pytest.raises(
+                ValueError, match=f"window of 4 tokens cannot forget {count} .*crop once between two calls"
+            ):
+                cache.crop(-count)
+        assert [layer.get_seq_length() for layer in cache.layers] == [seen] * 4
+        rows = run(model, input_ids=IDS[:, seen:], past_key_values=cache).logits
+        assert differ(rows, wanted[:, seen:]) <= CLOSE

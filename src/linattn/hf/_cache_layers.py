@@ -17,6 +17,7 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
+    DynamicSlidingWindowLayer,
     EncoderDecoderCache,
     LinearAttentionCacheLayerMixin,
 )
@@ -110,9 +111,8 @@ class RecordedCall(NamedTuple):
     def then(self, other: RecordedCall) -> RecordedCall:
         """The call of these tokens and of the next ones."""
         query, key, value = (torch.cat(pair, -2) for pair in zip(self.tensors, other.tensors, strict=True))
-        mask = None
-        if self.key_mask is not None or other.key_mask is not None:
-            mask = torch.cat((self.shown(), other.shown()), 1)
+        hides_none = self.key_mask is None and other.key_mask is None
+        mask = None if hides_none else torch.cat((self.shown(), other.shown()), 1)
         return self._replace(tensors=(query, key, value), key_mask=mask)
 
     def shown(self) -> Tensor:
@@ -306,7 +306,20 @@ class TextCache(ForkedCache):
         for layer in self.layers:
             if isinstance(layer, RecordingLayer):
                 layer.check_crop(tokens_to_remove)
+        for layer in self.layers:
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                _check_window(layer, -tokens_to_remove)
         super().crop(tokens_to_remove)
+
+
+def _check_window(layer: DynamicSlidingWindowLayer, count: int) -> None:
+    """Refuse to forget tokens behind which a window would not be full: transformers holds one window after a crop."""
+    held, left = 0 if layer.keys is None else layer.keys.shape[-2], layer.get_seq_length() - count
+    if held - count < min(left, layer.sliding_window - 1):
+        raise ValueError(
+            f"a sliding window of {layer.sliding_window} tokens cannot forget {count} of the {held} that it holds "
+            "since the last crop; crop once between two calls, or keep a fork of the cache from before"
+        )
 
 
 def forked(cache: CacheKind) -> CacheKind:
