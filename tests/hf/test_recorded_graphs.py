@@ -19,8 +19,8 @@ from linattn.hf import LinearLMConfig, LinearLMForCausalLM, linearize_
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 97}
 MAPS = ("FavorPlus(num_features=16)", "FavorPlus(num_features=16) + window 4")
 MERGED = ("merged 8", "window 4 + merged 4", "window 4 + merged 64")
-# Four blocks of a window of 4: a graph has each of them, and one more tells no more.
-LENGTH = 16
+# Three blocks of a window of 4: a graph has each of them, and one more tells no more.
+LENGTH = 12
 
 
 class Called(nn.Module):
@@ -93,8 +93,8 @@ def test_a_graph_reads_the_mask_it_is_given(
     ids = torch.randint(3, 97, (2, LENGTH))
     ones = torch.ones(2, LENGTH, dtype=torch.long)
     right, left = ones.clone(), ones.clone()
-    right[1, 8:] = 0
-    left[0, :6] = 0
+    right[1, 6:] = 0
+    left[0, :5] = 0
     with torch.no_grad():
         torch.compiler.reset()
         recorded = record(model, ids, ones)
@@ -125,7 +125,7 @@ def test_a_window_that_holds_all_keys_is_exported(layer_type: str) -> None:
     linearize_(model, method="FavorPlus(num_features=16)", layers=[0])
     ids, mask = torch.randint(3, 97, (2, LENGTH)), torch.ones(2, LENGTH, dtype=torch.long)
     padded = mask.clone()
-    padded[1, 8:] = 0
+    padded[1, 6:] = 0
     with torch.no_grad():
         recorded = exported(Called(model), ids, mask)
         real = padded.bool()

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 import linattn
 from damaged_states import read_again
+from differences import check_gradients
 from grid import qkv, relative_error, tokens
 from linattn import MergedKV
 
@@ -184,18 +185,14 @@ def test_gradients_are_those_of_finite_differences(config: MergedKV, is_causal: 
     """In queries, through their mean too, keys, values and biases; a difference of 1e-6 changes no choice."""
     if is_causal and config.window is None:
         pytest.skip("refused")
-    leaves = [
-        x.requires_grad_()
-        for x in qkv(batch=1, heads=2, kv_heads=1, num_queries=13, num_keys=13, head_dim=2, value_dim=1)
-    ]
-    bias = tokens(1, 1, 13, seed=8).requires_grad_()
+    row = qkv(batch=1, heads=2, kv_heads=1, num_queries=13, num_keys=13, head_dim=2, value_dim=1)
 
     def call(*x: Tensor) -> tuple[Tensor, Tensor]:
         part = linattn.merged_partial(*x[:3], config, key_bias=x[3], is_causal=is_causal, enable_gqa=True)
         fused = attend(*x[:3], config, key_bias=x[3], is_causal=is_causal)
         return part.log_normalizer, fused
 
-    assert torch.autograd.gradcheck(call, (*leaves, bias))
+    check_gradients(call, (*row, tokens(1, 1, 13, seed=8)))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -15,16 +15,16 @@ from grid import qkv, relative_error
 from linattn import MergedKV, MergedState
 from linattn.kv_cache.budget import RECALLS, Sizes, kept_bytes, within_budget
 
-LENGTH = 149
+LENGTH = 85
 SIZES = {"num_queries": LENGTH, "num_keys": LENGTH, "head_dim": 16, "value_dim": 12}
 TIERS = (
-    MergedKV(2, 32, bits=4, coded=((20, 4), (40, 2))),
+    MergedKV(2, 16, bits=4, coded=((10, 4), (20, 2))),
     # The oldest are evicted.
     MergedKV(3, 0, coded=((17, 3.5),)),
     # Blocks are larger than the tier.
     MergedKV(5, 9, None, 2, coded=((3, (2, 3)),)),
     # The second tier is the newest of the merged keys.
-    MergedKV(2, 30, bits=(4, 3), coded=((20, 6), (24, (4, 3)))),
+    MergedKV(2, 16, bits=(4, 3), coded=((10, 6), (12, (4, 3)))),
 )
 
 
@@ -70,8 +70,8 @@ def test_later_tokens_change_nothing_before_them(config: MergedKV) -> None:
     given = qkv(**SIZES)
     before = attend(given, config)
     for x in given:
-        x[:, :, 90:] = 1e3 * x[:, :, 90:].flip(1)
-    torch.testing.assert_close(attend(given, config)[:, :, :90], before[:, :, :90], rtol=1e-12, atol=1e-12)
+        x[:, :, 60:] = 1e3 * x[:, :, 60:].flip(1)
+    torch.testing.assert_close(attend(given, config)[:, :, :60], before[:, :, :60], rtol=1e-12, atol=1e-12)
 
 
 def test_as_many_places_as_tokens_are_softmax_in_the_bits_of_each_tier() -> None:
@@ -97,9 +97,9 @@ def test_tokens_pass_through_the_tiers_in_their_order(sizes: tuple[int, int]) ->
     state = linattn.merged_attention_with_state(query, key, value, config, enable_gqa=True).state
     # Their mean is one number of the code.
     found = state.tokens().value[0, 0].mean(-1).round()
-    # 149 tokens are 37 blocks and one token: the 36th and 37th block and the token are near.
+    # 85 tokens are 21 blocks and one token: the 21st block and the token are near.
     assert state.keys.recent.bias.shape[2] == 5
-    wanted = [0, 1, *range(144 - 20, 149)]
+    wanted = [0, 1, *range(80 - 20, 85)]
     assert found.shape == (len(wanted),)
     assert (found - torch.tensor(wanted)).abs().max() <= 1
     held = [tier.bias.shape[2] for tier in state.keys.coded]
@@ -124,13 +124,13 @@ def test_tokens_of_a_tier_in_the_merged_keys_bits_keep_their_codes_until_they_ar
 @pytest.mark.parametrize("recall", RECALLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_bytes_that_are_promised_are_held(recall: str, dtype: torch.dtype) -> None:
-    """To the byte, and no more than the budget at any length; a block is full as the text ends."""
+    """To the byte, and no more than the budget at any length; a block is full as the text ends, tiers long before."""
     sizes = Sizes(32, 16, dtype.itemsize, 2)
     config = within_budget(64, sizes, recall=recall)
     assert len(config.tiers) == (2 if recall == "far" else 1)
     block, state = config.blocks.size, None
     generator = torch.Generator().manual_seed(0)
-    for _ in range(700 // block):
+    for _ in range(330 // block):
         given = (torch.randn(1, h, block, w, generator=generator).to(dtype) for h, w in ((2, 32), (1, 32), (1, 16)))
         state = linattn.merged_attention_with_state(*given, config, state, enable_gqa=True).state
         held = sum(x.untyped_storage().nbytes() for x in pytree.tree_leaves(state))
@@ -151,13 +151,13 @@ def test_the_bytes_that_are_promised_are_held(recall: str, dtype: torch.dtype) -
 def test_states_are_values(config: MergedKV) -> None:
     """Saved, read, taken apart, selected."""
     given = qkv(**SIZES)
-    state = streamed(tuple(x[:, :, :120] for x in given), config, [])[1]
+    state = streamed(tuple(x[:, :, :70] for x in given), config, [])[1]
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
     leaves, spec = pytree.tree_flatten(state)
     again = pytree.tree_unflatten(leaves, pytree.treespec_loads(pytree.treespec_dumps(spec)))
-    later = tuple(x[:, :, 120:] for x in given)
+    later = tuple(x[:, :, 70:] for x in given)
     wanted = linattn.merged_attention_with_state(*later, config, state, enable_gqa=True).out
     for other in (torch.load(file, weights_only=True), again, state.detach().to("cpu")):
         assert torch.equal(linattn.merged_attention_with_state(*later, config, other, enable_gqa=True).out, wanted)

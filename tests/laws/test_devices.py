@@ -23,7 +23,7 @@ from linattn.softmax.tokens import Tokens
 
 # A device type that every build of torch can name, and none has.
 ELSEWHERE = "lazy"
-LENGTH = 20
+LENGTH = 14
 CONFIGS = (
     MergedKV(4, 6, bits=None),
     MergedKV(2, 5, bits=(4, 3)),
