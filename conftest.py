@@ -52,6 +52,14 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Nor is it looked for among what earlier files have left: a million objects of compiled graphs and modules."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _strict_world() -> Iterator[None]:
     """Seeded, and nothing left behind."""

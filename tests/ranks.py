@@ -90,6 +90,8 @@ def _serve(rank: int, num_ranks: int, store: Path, pipe: Connection) -> None:
         shape, job, arguments, options = pipe.recv()
         try:
             torch.manual_seed(0)
+            # Nor through what earlier jobs have left.
+            gc.freeze()
             answer = False, job(meshes[shape], *arguments, **options)
         # Whatever a job raises fails its test, in the process that asked, and leaves this rank to serve the next.
         except Exception:

@@ -13,7 +13,7 @@ from linattn.hf import LinearLMConfig, LinearLMForCausalLM
 from linattn.training import Processes, Progress, Steps, Training, WorkFolder, train
 from linattn_lab.pretraining.sharing import Share
 
-STEPS, TEXTS, LENGTH = 40, 4, 16
+STEPS, TEXTS, LENGTH = 32, 4, 16
 # Parts of a text, as many as processes for None, and whether weights are sharded.
 LAYOUTS = {
     "data": (1, False),

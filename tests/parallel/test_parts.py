@@ -38,10 +38,11 @@ WINDOWED = tuple(name for name in ADDED if name in SOFTMAX_MAPS and build(name).
 
 @pytest.mark.parametrize("number", range(len(ADDED)), ids=ADDED)
 def test_every_map_in_both_directions_on_any_parts(on_ranks, number):
+    """Each map on each number of ranks, and each kind of call of some maps on each."""
     name = ADDED[number]
-    check(on_ranks, [Whole(name)], number)
-    check(on_ranks, [Whole(name, is_causal=False, weights="mask")], number + 1, SIZES[number % 3 :][:1])
-    check(on_ranks, [Whole(name, weights="bias")], number + 2, SIZES[number // 3 % 3 :][:1])
+    calls = [Whole(name), Whole(name, is_causal=False, weights="mask"), Whole(name, weights="bias")]
+    for index, call in enumerate(calls):
+        check(on_ranks, [call], number + index, SIZES[(number + index) % 3 :][:1])
 
 
 @pytest.mark.parametrize("backend", ["reference", "blocked"])
@@ -52,9 +53,10 @@ def test_named_backends_and_all_layouts(on_ranks, name, backend):
 
 @pytest.mark.parametrize("number", range(len(WINDOWED)), ids=WINDOWED)
 def test_windows(on_ranks, number):
-    name = WINDOWED[number]
-    check(on_ranks, [Whole(name, number % 2 == 0, window=4)], number)
-    check(on_ranks, [Whole(name, number % 2 == 1, "mask", window=2)], number + 1, SIZES[number % 3 :][:1])
+    """Each map on each number of ranks, two of them with one window and one with another."""
+    name, first = WINDOWED[number], number % 3
+    check(on_ranks, [Whole(name, number % 2 == 0, window=4)], number, SIZES[:first] + SIZES[first + 1 :])
+    check(on_ranks, [Whole(name, number % 2 == 1, "mask", window=2)], number + 1, SIZES[first:][:1])
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

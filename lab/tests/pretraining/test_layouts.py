@@ -10,7 +10,7 @@ from split_trainings import STEPS, trained
 pytestmark = pytest.mark.xdist_group("ranks")
 
 # Layouts that follow one another, with the steps after which each is cut off, on so many processes. A look is every
-# other step.
+# fourth step.
 HALF = STEPS // 2
 COURSES = (
     (2, (("data", HALF), ("sequence", STEPS))),
