@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from linattn.feature_maps import (
 # The laws' tensors are small: one thread each, so that parallel workers do not fight over cores, from the first map on.
 torch.set_num_threads(1)
 BACKENDS = ("reference", "blocked")
+X, Y, Z = TypeVar("X"), TypeVar("Y"), TypeVar("Z")
 HEAD_DIM = 8
 NUM_FEATURES = 12
 
@@ -184,6 +186,15 @@ CASES = tuple(
     if not (is_causal and takes_statistics_from_the_call(name))
 )
 NONNEGATIVE_CASES = tuple(case for case in CASES if case.map_name in NONNEGATIVE_MAPS)
+
+
+def in_turns(first: Sequence[X], second: Sequence[Y], third: Sequence[Z]) -> list[tuple[X, Y, Z]]:
+    """All pairs of two axes, each with a value of a third in turn, so that any two values of different axes meet.
+
+    For axes that are independent: their product would repeat each meeting, as often as the third has values.
+    """
+    assert len(third) <= min(len(first), len(second))
+    return [(x, y, third[(i + j) % len(third)]) for i, x in enumerate(first) for j, y in enumerate(second)]
 
 
 def tokens(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:

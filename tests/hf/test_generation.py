@@ -49,7 +49,8 @@ WAYS = (
 @pytest.mark.parametrize("family", HEADS)
 def test_states_give_the_tokens_of_no_cache(linear, family, layers):
     model = linear(family, layers)
-    for options in WAYS:
+    for way in WAYS:
+        options = {**way, "max_new_tokens": 5, "min_new_tokens": 5}
         made = tokens(model, return_dict_in_generate=True, **options)
         cache = made.past_key_values
         cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from grid import in_turns
 from linattn.hf import StateCache, from_pretrained, linearize_, save_pretrained
 from model_inputs import ENCODERS, LANGUAGE_HEADS, OPTIONS, batch, real
 
@@ -12,6 +13,7 @@ FAVOR = "FavorPlus(num_features=32)"
 METHODS = (FAVOR, f"{FAVOR} + window 4", "Taylor(order=2)", "LearnedExponential(num_features=8)")
 FAMILIES = (*ENCODERS, *LANGUAGE_HEADS, "vit", "whisper", "bart")
 DTYPES = (torch.bfloat16, torch.float16)
+WAYS = ("half", "bfloat16", "autocast")
 # How much further a kernel may be from itself in float32 than the same model's softmax is. Both round the same products
 # before and after attention, so that their errors are alike; maps of exponentials round logits of twice the size.
 AS_NEAR = 3
@@ -44,9 +46,9 @@ def roundings(ours, wanted, dtype) -> float:
     return float((ours - wanted).norm() / wanted.norm() / torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ["bert", "llama", "gpt2", "gpt_neox", "esm"])
+@pytest.mark.parametrize(
+    ("family", "method", "dtype"), in_turns(["bert", "llama", "gpt2", "gpt_neox", "esm"], METHODS, DTYPES)
+)
 def test_models_that_were_cast(build, family, dtype, method):
     errors = []
     for model in (linear(build, family, method), softmax(build, family)):
@@ -55,9 +57,10 @@ def test_models_that_were_cast(build, family, dtype, method):
     assert errors[0] <= AS_NEAR * errors[1]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ["bert", "llama", "gpt2", "gpt_neox", "qwen3", "esm", "modernbert"])
+@pytest.mark.parametrize(
+    ("family", "method", "dtype"),
+    in_turns(["bert", "llama", "gpt2", "gpt_neox", "qwen3", "esm", "modernbert"], METHODS, DTYPES),
+)
 def test_autocast(build, family, dtype, method):
     """Rotary positions give queries and keys in float32, beside values in half precision."""
     errors = []
@@ -70,7 +73,7 @@ def test_autocast(build, family, dtype, method):
     assert max(errors[:half]) <= AS_NEAR * max(errors[half:])
 
 
-@pytest.mark.parametrize("way", ["half", "bfloat16", "autocast"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_runs(build, family, way):
     model = linear(build, family, FAVOR)
@@ -79,9 +82,7 @@ def test_every_family_runs(build, family, way):
         assert run(model.to(dtype), family, dtype).isfinite().all()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("way", ["half", "bfloat16", "autocast"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize(("family", "method", "way"), in_turns(["llama", "gpt2", "qwen3"], METHODS, WAYS))
 def test_a_state_gives_what_no_cache_gives(build, family, way, method):
     """Token by token, to the rounding of the dtype; states themselves are kept in float32."""
     model = linear(build, family, method)
@@ -95,9 +96,7 @@ def test_a_state_gives_what_no_cache_gives(build, family, way, method):
     assert float((torch.cat(parts, 1) - whole).abs().max() / whole.abs().max()) <= 8 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("way", ["half", "bfloat16", "autocast"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(("way", "method", "family"), in_turns(WAYS, METHODS, ["llama", "gpt2"]))
 def test_generation(build, family, way, method):
     model = linear(build, family, method)
     if way != "autocast":

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
+from grid import in_turns
 from linattn.hf import StateCache, StateLayer, capture, intercept, linearize_, new_cache, restore_
 from model_inputs import LANGUAGE_HEADS, OPTIONS, alone, batch, positions
 
@@ -45,9 +46,9 @@ def differ(ours, wanted) -> float:
     return float((ours - wanted).abs().max() / wanted.abs().max())
 
 
-@pytest.mark.parametrize("feature_map", MAPS)
-@pytest.mark.parametrize("layers", [None, (0, 2), (1,)])
-@pytest.mark.parametrize("family", LANGUAGE_HEADS)
+@pytest.mark.parametrize(
+    ("family", "feature_map", "layers"), in_turns(list(LANGUAGE_HEADS), MAPS, [None, (0, 2), (1,)])
+)
 def test_cut_anywhere(linear, family, layers, feature_map):
     model = linear(family, feature_map, layers)
     whole = logits(model, input_ids=ids(), use_cache=False)

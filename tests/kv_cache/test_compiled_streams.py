@@ -40,13 +40,18 @@ PARTS = (
 @pytest.mark.parametrize("config", PARTS, ids=str)
 def test_it_is_what_plain_torch_is(config: MergedKV, groups: int, bias: str) -> None:
     """Which keys are merged included: no two of these cost the same to rounding."""
-    tokens = given(groups)
-    ours, theirs = (streamed(tokens, config, backend, (200,), biases(bias)) for backend in ("compiled", "torch"))
+    # In blocks of one token a third of the text is as good as all of it.
+    length = LENGTH if config.blocks.size > 1 else LENGTH // 3
+    weights = None if bias == "none" else biases(bias)[..., :length]
+    tokens = tuple(x[:, :, :length] for x in given(groups))
+    ours, theirs = (
+        streamed(tokens, config, backend, (3 * length // 5,), weights) for backend in ("compiled", "torch")
+    )
     torch.testing.assert_close(ours[0], theirs[0], rtol=TOLERANCE, atol=TOLERANCE)
     for x, y in zip(leaves(ours[1]), leaves(theirs[1]), strict=True):
         torch.testing.assert_close(x, y, rtol=TOLERANCE, atol=TOLERANCE)
     # A key that stays alone keeps its bias to the bit.
-    own = torch.zeros(1) if bias == "none" else biases(bias)
+    own = torch.zeros(1) if weights is None else weights
     for pair in zip(ours[1].groups, theirs[1].groups, strict=True):
         assert torch.equal(*(torch.isin(keys.merged.bias, own) for keys in pair))
 
@@ -294,8 +299,9 @@ def test_it_says_why_not(change: object, config: MergedKV, words: str) -> None:
 
 
 def test_graphs_and_maps_of_functions_leave_it_alone() -> None:
+    """Of as many tokens as it would take, and no more: a graph has each of their blocks."""
     torch.compiler.reset()
-    query, key, value = given()
+    query, key, value = (x[:, :, :200] for x in given())
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return linattn.merged_attention(query, key, value, MergedKV(64, 40, bits=None, num_sinks=0), is_causal=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import linattn
-from grid import CASES, Case, qkv, relative_error
+from grid import BACKENDS, CASES, MAPS, Case, in_turns, qkv, relative_error, takes_statistics_from_the_call
 from linattn.feature_maps import Expansion
 
 SHAPES = {
@@ -76,9 +76,13 @@ def conditioning(case: Case, query: Tensor, key: Tensor) -> float:
     return max(float(rows.detach().abs().sum(-1).max()), 1.0)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_float64_equals_the_formula(case: Case, shape: str, blocks_of) -> None:
+WAYS = [(backend, is_causal) for backend in BACKENDS for is_causal in (False, True)]
+
+
+@pytest.mark.parametrize(("name", "shape", "way"), in_turns(MAPS, list(SHAPES), WAYS), ids=str)
+def test_float64_equals_the_formula(name: str, shape: str, way: tuple[str, bool], blocks_of) -> None:
+    backend, is_causal = way
+    case = Case(name, backend, is_causal and not takes_statistics_from_the_call(name))
     blocks_of(16)
     query, key, value = qkv(**SHAPES[shape])
     for mask in (None, torch.rand(key.shape[0], key.shape[2], generator=torch.Generator().manual_seed(5)) < 0.7):

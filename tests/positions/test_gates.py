@@ -147,7 +147,7 @@ def forgetful(kind: str, length: int) -> Gates:
 @pytest.mark.parametrize("map_name", ["FavorPlus", "EluPlusOne", "Taylor"])
 def test_a_million_nats_of_forgetting(map_name: str, kind: str) -> None:
     """Step by step equals the whole to 1e-12 in float64; float32 keeps its digits."""
-    length, feature_map = 300, build(map_name)
+    length, feature_map = 150, build(map_name)
     q, k, v = qkv(num_queries=length, num_keys=length)
     given = forgetful(kind, length)
     assert -1.3e6 < float(given.log_forget.sum(-1).min()) < -0.9e6
