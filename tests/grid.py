@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -186,6 +187,20 @@ CASES = tuple(
     if not (is_causal and takes_statistics_from_the_call(name))
 )
 NONNEGATIVE_CASES = tuple(case for case in CASES if case.map_name in NONNEGATIVE_MAPS)
+
+
+def cases_in_turns(
+    maps: Sequence[str],
+    values: Sequence[X],
+    backends: Sequence[str] = BACKENDS,
+    directions: Sequence[bool] = (False, True),
+) -> list[tuple[Case, X]]:
+    """Each map with each value of another axis, in turn by each backend and in each direction that it has."""
+    ways = list(itertools.product(backends, directions))
+    return [
+        (Case(name, backend, is_causal and not takes_statistics_from_the_call(name)), value)
+        for name, value, (backend, is_causal) in in_turns(maps, values, ways)
+    ]
 
 
 def in_turns(first: Sequence[X], second: Sequence[Y], third: Sequence[Z]) -> list[tuple[X, Y, Z]]:

@@ -44,9 +44,7 @@ def test_it_is_what_plain_torch_is(config: MergedKV, groups: int, bias: str) -> 
     length = LENGTH if config.blocks.size > 1 else LENGTH // 3
     weights = None if bias == "none" else biases(bias)[..., :length]
     tokens = tuple(x[:, :, :length] for x in given(groups))
-    ours, theirs = (
-        streamed(tokens, config, backend, (3 * length // 5,), weights) for backend in ("compiled", "torch")
-    )
+    ours, theirs = (streamed(tokens, config, backend, (3 * length // 5,), weights) for backend in ("compiled", "torch"))
     torch.testing.assert_close(ours[0], theirs[0], rtol=TOLERANCE, atol=TOLERANCE)
     for x, y in zip(leaves(ours[1]), leaves(theirs[1]), strict=True):
         torch.testing.assert_close(x, y, rtol=TOLERANCE, atol=TOLERANCE)

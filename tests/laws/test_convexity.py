@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import linattn
-from grid import CASES, HEAD_DIM, NONNEGATIVE_CASES, Case, qkv, tokens
+from grid import HEAD_DIM, MAPS, NONNEGATIVE_CASES, NONNEGATIVE_MAPS, Case, cases_in_turns, qkv, tokens
 
 
 def has_weight(case: Case, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -17,8 +17,11 @@ def has_weight(case: Case, query: torch.Tensor, key: torch.Tensor, mask: torch.T
     return rows.sum(-1, keepdim=True) > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", NONNEGATIVE_CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    cases_in_turns(NONNEGATIVE_MAPS, [torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+    ids=str,
+)
 def test_constant_values_come_back(case: Case, dtype: torch.dtype) -> None:
     query, key, value = qkv(num_queries=70, num_keys=70, dtype=dtype)
     mask = torch.ones(2, 70, dtype=torch.bool)
@@ -53,7 +56,7 @@ def cancellation(case: Case, query: torch.Tensor, key: torch.Tensor) -> torch.Te
 
 SCALES = (1e-3, 0.1, 1.0, 5.0, 30.0, 300.0)
 # The reference is quadratic and slow: two scales show it.
-SCALED_CASES = [(case, scale) for case in CASES for scale in (SCALES if case.backend != "reference" else (1.0, 300.0))]
+SCALED_CASES = cases_in_turns(MAPS, SCALES, ["blocked"]) + cases_in_turns(MAPS, (1.0, 300.0), ["reference"])
 
 
 @pytest.mark.parametrize(("case", "scale"), SCALED_CASES, ids=str)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import linattn
-from grid import CASES, SOFTMAX_MAPS, Case, build, qkv, takes_statistics_from_the_call
+from grid import MAPS, SOFTMAX_MAPS, Case, build, cases_in_turns, qkv, takes_statistics_from_the_call
 
 SIZES = ({"batch": 0}, {"num_queries": 0, "num_keys": 0}, {"value_dim": 0}, {"num_keys": 0}, {"num_queries": 0})
 # Maps that take a window, of each kind of fold.
@@ -26,8 +26,7 @@ def check(case: Case, sizes: dict[str, int], **options: object) -> None:
         assert (out == 0).all()
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "sizes"), cases_in_turns(MAPS, SIZES), ids=str)
 def test_empty_inputs(case: Case, sizes: dict[str, int]) -> None:
     check(case, sizes)
 

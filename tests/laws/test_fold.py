@@ -10,7 +10,7 @@ import torch
 
 import linattn
 from damaged_states import read_again
-from grid import BACKENDS, CAUSAL_MAPS, Case, build, qkv, sums, total
+from grid import BACKENDS, CAUSAL_MAPS, Case, build, cases_in_turns, qkv, sums, total
 
 FOLD_CASES = tuple(Case(name, backend, True) for name in CAUSAL_MAPS for backend in BACKENDS)
 LENGTH = 70
@@ -35,8 +35,7 @@ def tolerance(case: Case) -> float:
     return 1e-12 if build(case.map_name).nonnegative else 1e-8
 
 
-@pytest.mark.parametrize("size", [1, 7, 64, LENGTH])
-@pytest.mark.parametrize("case", FOLD_CASES, ids=str)
+@pytest.mark.parametrize(("case", "size"), cases_in_turns(CAUSAL_MAPS, [1, 7, 64, LENGTH], directions=[True]), ids=str)
 def test_any_cut_gives_the_same(case: Case, size: int, blocks_of) -> None:
     blocks_of(size)
     whole, last = in_pieces(case, [])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import linattn
-from grid import BACKENDS, CASES, MAPS, Case, in_turns, qkv, relative_error, takes_statistics_from_the_call
+from grid import CASES, MAPS, Case, cases_in_turns, qkv, relative_error
 from linattn.feature_maps import Expansion
 
 SHAPES = {
@@ -76,13 +76,8 @@ def conditioning(case: Case, query: Tensor, key: Tensor) -> float:
     return max(float(rows.detach().abs().sum(-1).max()), 1.0)
 
 
-WAYS = [(backend, is_causal) for backend in BACKENDS for is_causal in (False, True)]
-
-
-@pytest.mark.parametrize(("name", "shape", "way"), in_turns(MAPS, list(SHAPES), WAYS), ids=str)
-def test_float64_equals_the_formula(name: str, shape: str, way: tuple[str, bool], blocks_of) -> None:
-    backend, is_causal = way
-    case = Case(name, backend, is_causal and not takes_statistics_from_the_call(name))
+@pytest.mark.parametrize(("case", "shape"), cases_in_turns(MAPS, list(SHAPES)), ids=str)
+def test_float64_equals_the_formula(case: Case, shape: str, blocks_of) -> None:
     blocks_of(16)
     query, key, value = qkv(**SHAPES[shape])
     for mask in (None, torch.rand(key.shape[0], key.shape[2], generator=torch.Generator().manual_seed(5)) < 0.7):
@@ -110,8 +105,9 @@ def test_float64_gradients_equal_those_of_the_quadratic_form(case: Case, blocks_
         assert relative_error(found, truth) < bound
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", [c for c in CASES if c.backend != "reference"], ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"), cases_in_turns(MAPS, [torch.float32, torch.bfloat16, torch.float16], ["blocked"]), ids=str
+)
 def test_low_precision_error_is_at_most_twice_the_references(case: Case, dtype: torch.dtype) -> None:
     """Gradients at most three times; both plus the band of rounding a result, half a unit in the last place."""
     query, key, value = qkv(batch=1, num_queries=150, num_keys=150, dtype=dtype)
