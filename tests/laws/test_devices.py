@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import layers
 import linattn
-from grid import CAUSAL_MAPS, MAPS, build, qkv, tokens
+from grid import BACKENDS, CAUSAL_MAPS, MAPS, build, in_turns, qkv, tokens
 from linattn import MergedKV, positions
 from linattn.kv_cache.coded_tokens import CodedTokens
 from linattn.softmax import checking, precision
@@ -75,13 +75,10 @@ def test_tensors_of_the_cpu_are_refused() -> None:
         stays_there(lambda q, k: linattn.softmax_attention(q, k, value, enable_gqa=True), [query, key])
 
 
-@pytest.mark.parametrize("backend", ["reference", "blocked"])
-@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-@pytest.mark.parametrize("name", MAPS)
-def test_calls_with_any_map(name: str, is_causal: bool, backend: str) -> None:
-    if is_causal and name not in CAUSAL_MAPS:
-        return
-    options = {"is_causal": is_causal, "enable_gqa": True, "backend": backend}
+@pytest.mark.parametrize(("name", "backend", "is_causal"), in_turns(MAPS, BACKENDS, [False, True]))
+def test_calls_with_any_map(name: str, backend: str, is_causal: bool) -> None:
+    """In both directions and by both backends, one direction by each."""
+    options = {"is_causal": is_causal and name in CAUSAL_MAPS, "enable_gqa": True, "backend": backend}
     feature_map = build(name)
     windows = (None, 4) if feature_map.softmax_kernel and feature_map.positive_normalizer else (None,)
 
