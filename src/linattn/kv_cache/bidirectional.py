@@ -77,7 +77,7 @@ def _read(query: Tensor, tokens: Tokens, scoring: Scoring, *, with_log: bool) ->
 
 def _tokens_at(order: Tensor, rows: Tensor) -> Tensor:
     """Rows (B, H, G, L, ·) by number (B, H, L) of their tokens."""
-    return torch.take_along_dim(rows, order[:, :, None, :, None], 3)
+    return rows.gather(3, order[:, :, None, :, None].expand_as(rows))
 
 
 def _attend_merging(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from linattn.kv_cache.levels import COMPILED, COMPILED_SIZES, level_numbers, near_levels, table
+from linattn.softmax.tokens import picked
 
 # Of numbers relative to a frame: scales of rows as large are float16's.
 _LARGEST = 2.0**15
@@ -116,7 +117,7 @@ class Codes(NamedTuple):
         # Two bytes hold a number wherever it begins; those of no bits may begin behind the last.
         code = torch.nn.functional.pad(self.code, (0, 2)).int()
         words = code[..., :-1] | code[..., 1:] << 8
-        level = torch.take_along_dim(words, place.long(), 3) >> shift
+        level = words.gather(3, place.long().expand(*words.shape[:3], -1)) >> shift
         return _levels(level, wide, scale) * scale.unsqueeze(-1)
 
     def cut(self, start: int, stop: int) -> Self:
@@ -129,7 +130,7 @@ class Codes(NamedTuple):
 
     def at(self, place: Tensor) -> Self:
         """Rows by number (B, H, n)."""
-        return type(self)(torch.take_along_dim(self.code, place.unsqueeze(-1), 2), self.scale.gather(-1, place))
+        return type(self)(picked(self.code, place), self.scale.gather(-1, place))
 
 
 def _in_compiled_code(x: Tensor, bits: Tensor, num_bytes: int) -> tuple[Tensor, Tensor]:

@@ -88,8 +88,8 @@ class Frame(NamedTuple):
 
     def outside(self, x: Tensor) -> Tensor:
         """Rows (B, H, n, W) from rows relative to the frame; inverse of `inside`."""
-        place = self.order.long().argsort(-1)[..., : self.mean.shape[-1]].unsqueeze(2)
-        rows = torch.take_along_dim(mixed(x, Layout.of(x.shape[-1]).block), place, 3)
+        place = self.order.argsort(-1)[..., : self.mean.shape[-1]].unsqueeze(2)
+        rows = mixed(x, Layout.of(x.shape[-1]).block).gather(3, place.expand(*x.shape[:3], -1))
         return torch.addcmul(self.mean, rows, self.deviation)
 
     def queries(self, query: Tensor, dtype: torch.dtype) -> Tensor:
@@ -108,7 +108,7 @@ class Frame(NamedTuple):
     def _mixed(self, x: Tensor) -> Tensor:
         """Rows (B, H, n, W) filled up, sorted and mixed, (B, H, n, P)."""
         filled = torch.nn.functional.pad(x, (0, self.order.shape[-1] - x.shape[-1]))
-        rows = torch.take_along_dim(filled, self.order.long().unsqueeze(2), 3)
+        rows = filled.gather(3, self.order.long().unsqueeze(2).expand_as(filled))
         return mixed(rows, Layout.of(rows.shape[-1]).block)
 
 

@@ -56,8 +56,7 @@ class Tier(NamedTuple):
             both = held.then(tokens) if self.number else Tokens(*(x.clone() for x in tokens))
             return self.of(both, sample, size)
         if self.number < _AGAIN * size.num_unquantized <= number:
-            both = self.tokens().then(tokens)
-            return self._rounded(both, Frames.of(both, size.both_bits, sample.power), size)
+            return self.of(self.tokens().then(tokens), sample, size)
         return self._appended(tokens, sample, size)
 
     def pushed(self, tokens: Tokens, sample: QuerySample, size: TierSize) -> tuple[Self, Tokens]:
@@ -162,10 +161,9 @@ class Memory(NamedTuple):
         if self.merged.in_compiled_code:
             for held, _ in codes:
                 part = read_in_compiled_code(rows, *held.rows, held.bias, table(held.bias), scoring.scale, part)
-            out, log = part
         else:
-            out, log = combine(part, *(held.read(rows, scoring, followed) for held, followed in codes))
-        return Reading(out.to(query.dtype), log if with_log else None)
+            part = combine(part, *(held.read(rows, scoring, followed) for held, followed in codes))
+        return Reading(part.out.to(query.dtype), part.log_normalizer if with_log else None)
 
     def tokens(self) -> Tokens:
         """All of them: the sinks, the merged keys, and the tiers, the oldest before the newest."""

@@ -184,16 +184,17 @@ def turned(call: Call, attend: Callable[[Call], tuple[Tensor, Tensor | None]]) -
         return attend(call)
     place = torch.arange(length, device=bias.device)
     there, back = ((place + turn.unsqueeze(-1)) % length for turn in (first, -first))
-    query = torch.take_along_dim(pad(call.query, (0, 0, length - num_queries, 0)), there[:, None, None, :, None], 3)
-    key, value = (torch.take_along_dim(x, there[:, None, :, None], 2) for x in (call.key, call.value))
-    bias = torch.take_along_dim(bias, there.unsqueeze(1), 2)
+    query = pad(call.query, (0, 0, length - num_queries, 0))
+    query = query.gather(3, there[:, None, None, :, None].expand_as(query))
+    key, value = (x.gather(2, there[:, None, :, None].expand_as(x)) for x in (call.key, call.value))
+    bias = bias.gather(2, there.unsqueeze(1).expand_as(bias))
     out, log = attend(call._replace(query=query, key=key, value=value, bias=bias))
     # Causally the queries before that token see no key.
     blind = (place < first.unsqueeze(-1))[:, None, None, length - num_queries :] & call.is_causal
     back = back[:, None, None, length - num_queries :]
-    out = torch.take_along_dim(out, back.unsqueeze(-1), 3).masked_fill(blind.unsqueeze(-1), 0)
+    out = out.gather(3, back.unsqueeze(-1).expand_as(out)).masked_fill(blind.unsqueeze(-1), 0)
     if log is not None:
-        log = torch.take_along_dim(log, back, 3).masked_fill(blind, -torch.inf)
+        log = log.gather(3, back.expand_as(log)).masked_fill(blind, -torch.inf)
     return out, log
 
 

@@ -35,7 +35,8 @@ class Tokens(NamedTuple):
 
 def picked(x: Tensor, index: Tensor) -> Tensor:
     """Tokens (B, H, L, ·) by number (B, H, n)."""
-    return torch.take_along_dim(x, index.unsqueeze(-1), dim=2)
+    # `take_along_dim` takes the remainder of every place, which costs several times as much.
+    return x.gather(2, index.unsqueeze(-1).expand(*x.shape[:2], -1, x.shape[3]))
 
 
 class Restored:
