@@ -5,7 +5,9 @@ cache; so one text is generated in bfloat16 too, whose weights are half as many 
 dtypes. All else is float32. The global layers read random queries and keys up to each length (what they keep, and the
 time of a token, do not depend on which), the layers with a sliding window hold what fits in it; then single tokens are
 timed, a step at each length in turn with one of the exact cache of the longest. First a text is read, and the text that
-is written greedily is held against the choice of one parallel pass. Needs the package of the extra demo-lm.
+is written greedily is held against the choice of one parallel pass. A budget of 512 keys, whose KL divergence and
+retrieval the README gives, is timed as well, and a chunk of a long prompt beside a first one. Needs the package of the
+extra demo-lm.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from measuring import ratios, record, relative_error, require, seconds
 
 BUDGET, LENGTHS = 128, (2_048, 8_192, 32_768)
 REPEATS, CHUNK, TEXTS = 12, 1_024, (4, 8)
+# The budget of the README's table, and the tokens before a chunk of a prompt.
+WIDE, BEFORE, CHUNK_REPEATS = 512, 8_192, 6
 READ, WRITTEN = 900, 12
 
 
@@ -35,13 +39,13 @@ def filled_cache(model: PreTrainedModel, num_tokens: int) -> Cache:
     return cache
 
 
-def verified(model: PreTrainedModel, tokens: Tensor) -> float:
+def verified(model: PreTrainedModel, tokens: Tensor, budget: int = BUDGET) -> float:
     """Share of greedily written tokens that are not the teacher-forced choice; refuses any."""
-    stream = stream_tokens(model, tokens, temperature=0, cache=BoundedCache(model, BUDGET))
+    stream = stream_tokens(model, tokens, temperature=0, cache=BoundedCache(model, budget))
     written = torch.cat([next(stream) for _ in range(WRITTEN)], 1)
     with torch.no_grad():
         whole = torch.cat((tokens, written), 1)
-        cache = BoundedCache(model, BUDGET)
+        cache = BoundedCache(model, budget)
         logits = model(input_ids=whole, past_key_values=cache, logits_to_keep=WRITTEN + 1).logits[:, :-1]
     wrong = float((logits.argmax(-1) != written).double().mean())
     require("greedy text against one parallel pass", wrong, 0.0)
@@ -108,6 +112,49 @@ def time_in_bfloat16(
         record(f"{claim}, one text {words}", figure=figure, unit="×", bound=">= 2", budget=BUDGET, error=error)
 
 
+def chunk(model: PreTrainedModel, tokens: Tensor, cache: Cache):
+    """A chunk of a prompt after what a cache holds, which it leaves as it is."""
+
+    def run() -> None:
+        # Both kinds of cache join new keys to copies, so that layers may share what they hold.
+        fork = copy.copy(cache)
+        fork.layers = [copy.copy(layer) for layer in cache.layers]
+        with torch.no_grad():
+            model(input_ids=tokens, past_key_values=fork, use_cache=True, logits_to_keep=1)
+
+    return run
+
+
+def time_at_a_wide_budget(exact: PreTrainedModel, bounded: PreTrainedModel, tokens: Tensor) -> None:
+    """Tokens and chunks of the README's budget beside the full cache, of as many tokens before."""
+    about = {"budget": WIDE, "wrong_tokens": verified(bounded, tokens, WIDE)}
+    config = next(layer.config for layer in BoundedCache(bounded, WIDE).report if layer.config is not None)
+    words, first, last = f"{WIDE} keys", LENGTHS[0], LENGTHS[-1]
+    for length, bound in ((first, "<= 1"), (last, "<= 0.66")):
+        caches = filled_cache(exact, length), bounded_cache(bounded, length, config)
+        runs = {"exact": step(exact, caches[0]), "bounded": step(bounded, caches[1])}
+        took = seconds(runs, repeats=REPEATS)
+        claim, figure = f"time of a token after {length:,} tokens over", ratios(took["bounded"], took["exact"])
+        record(f"{claim} the exact cache's, {words}", figure=figure, unit="×", bound=bound, **about)
+    for cache in caches:
+        cache.batch_repeat_interleave(TEXTS[-1])
+    runs = {"exact": step(exact, caches[0], TEXTS[-1]), "bounded": step(bounded, caches[1], TEXTS[-1])}
+    took = seconds(runs, repeats=REPEATS)
+    claim = f"tokens a second at {last:,} tokens over the exact cache's, {TEXTS[-1]} texts at once, {words}"
+    record(claim, figure=ratios(took["exact"], took["bounded"]), unit="×", bound=">= 3", **about)
+    prompt = tokens.repeat(1, -(-CHUNK // tokens.shape[1]))[:, :CHUNK]
+    chunks = {
+        "first": chunk(exact, prompt, DynamicCache(config=exact.config)),
+        "exact": chunk(exact, prompt, filled_cache(exact, BEFORE)),
+        "bounded": chunk(bounded, prompt, bounded_cache(bounded, BEFORE, config)),
+    }
+    took = seconds(chunks, repeats=CHUNK_REPEATS)
+    for beside, whose, bound in (("first", "a first one's", "<= 1.15"), ("exact", "the exact cache's", "<= 1")):
+        figure = ratios(took["bounded"], took[beside])
+        claim = f"time of {CHUNK:,} tokens of a prompt after {BEFORE:,} tokens over {whose}, {words}"
+        record(claim, figure=figure, unit="×", bound=bound, **about)
+
+
 def main() -> None:
     """Verify, fill, time in turn."""
     loaded = load_language_model("gemma-3-270m")
@@ -168,6 +215,7 @@ def main() -> None:
         together = seconds(several, repeats=REPEATS)
         figure = ratios(together["exact"], together["bounded"])
         record(f"{faster}, {number} texts at once", figure=figure, unit="×", bound=">= 2", **about)
+    time_at_a_wide_budget(exact, bounded, tokens)
 
 
 if __name__ == "__main__":

@@ -77,8 +77,9 @@ SETTINGS = {
     "torch's SDPA; one text, float32. Its table of 512 learned positions is interpolated to longer texts.",
     "merged_keys_beat_a_window": "The 3 global layers of Gemma 3 270M: 4 query heads on one key/value head, D = 256, "
     "3,840 tokens, the last 256 queries' outputs. The bytes of N keys: of N exact keys and values in float32.",
-    "generation_in_a_bounded_memory": "Gemma 3 270M with a budget of 128 tokens, float32 unless a row says otherwise, "
-    "beside the full cache. Bounded layers: the 3 global ones of 18, filled with random queries, keys and values.",
+    "generation_in_a_bounded_memory": "Gemma 3 270M with a budget of 128 tokens, or of 512 where a row says 512 keys, "
+    "float32 unless a row says otherwise, beside the full cache. Bounded layers: the 3 global ones of 18, filled with "
+    "random queries, keys and values.",
     "importing_costs_little": "Each import in a process of its own.",
 }
 """What is measured where it is other than the usual heads, width and features of the page, by file of benchmarks/."""
@@ -278,6 +279,24 @@ _RULES = (
         r"time of a token after 32,768 tokens over 2,048",
         "time of a token, after 32,768 ÷ 2,048 tokens",
         "",
+        LOWER,
+    ),
+    (
+        r"time of a token after (.* tokens) over the exact cache's, (.*)",
+        "time of a token ÷ the full cache's",
+        r"after \1, \2",
+        LOWER,
+    ),
+    (
+        r"time of 1,024 tokens of a prompt after (.* tokens) over a first one's, (.*)",
+        "time of 1,024 tokens of a prompt ÷ of the first 1,024",
+        r"after \1, \2",
+        LOWER,
+    ),
+    (
+        r"time of 1,024 tokens of a prompt after (.* tokens) over the exact cache's, (.*)",
+        "time of 1,024 tokens of a prompt ÷ the full cache's",
+        r"after \1, \2",
         LOWER,
     ),
     (
