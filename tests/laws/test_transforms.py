@@ -128,6 +128,23 @@ def test_vmap_equals_a_loop_beside_a_window(map_name: str, is_causal: bool, wind
         torch.testing.assert_close(found, torch.stack(alone), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("num_queries", [0, 1, 2, 5])
+def test_masks_are_mapped_beside_a_window(num_queries: int, is_causal: bool) -> None:
+    """A mask has no values there: rows are turned, and turned back, as many as there are queries."""
+    feature_map, inputs = build("FavorPlus"), qkv(num_queries=num_queries if is_causal else 5, num_keys=5)
+    masks = torch.tensor([[[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]], [[1, 1, 0, 1, 0], [0, 1, 1, 1, 1]]]).bool()
+
+    def attend(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        options = {"is_causal": is_causal, "enable_gqa": True, "window": 4}
+        part = linattn.linear_partial(*inputs, feature_map, key_mask=mask, **options)
+        return part.out, part.log_normalizer
+
+    looped = (torch.stack(rows) for rows in zip(*map(attend, masks), strict=True))
+    for found, wanted in zip(torch.func.vmap(attend)(masks), looped, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("num_queries", [0, 1])
 def test_compiled_rows_of_a_group_share_no_memory(num_queries: int) -> None:
     torch.compiler.reset()

@@ -192,9 +192,9 @@ def turned(call: Call, attend: Callable[[Call], tuple[Tensor, Tensor | None]]) -
     # Causally the queries before that token see no key.
     blind = (place < first.unsqueeze(-1))[:, None, None, length - num_queries :] & call.is_causal
     back = back[:, None, None, length - num_queries :]
-    out = out.gather(3, back.unsqueeze(-1).expand_as(out)).masked_fill(blind.unsqueeze(-1), 0)
+    out = out.gather(3, back.unsqueeze(-1).expand(*out.shape[:3], -1, out.shape[4])).masked_fill(blind.unsqueeze(-1), 0)
     if log is not None:
-        log = log.gather(3, back.expand_as(log)).masked_fill(blind, -torch.inf)
+        log = log.gather(3, back.expand(*log.shape[:3], -1)).masked_fill(blind, -torch.inf)
     return out, log
 
 
