@@ -20,6 +20,13 @@ FAULTS = (
         "tests/laws/test_packed.py",
     ),
     Fault(
+        "turn one query back to the places of all keys",
+        "softmax/row_groups.py",
+        "back.unsqueeze(-1).expand(*out.shape[:3], -1, out.shape[4])",
+        "back.unsqueeze(-1).expand_as(out)",
+        "tests/laws/test_transforms.py",
+    ),
+    Fault(
         "one batch for packed sequences of all lengths",
         "attention/packed.py",
         "groups.setdefault(self._length(sequence).bit_length(), [])",
