@@ -54,7 +54,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Nor is it looked for among what earlier files have left: a million objects of compiled graphs and modules."""
+    """Collect garbage once a file of tests; what is left, up to a million objects, is looked at no more."""
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()

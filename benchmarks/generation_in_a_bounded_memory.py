@@ -134,8 +134,8 @@ def time_at_a_wide_budget(exact: PreTrainedModel, bounded: PreTrainedModel, toke
         caches = filled_cache(exact, length), bounded_cache(bounded, length, config)
         runs = {"exact": step(exact, caches[0]), "bounded": step(bounded, caches[1])}
         took = seconds(runs, repeats=REPEATS)
-        claim, figure = f"time of a token after {length:,} tokens over", ratios(took["bounded"], took["exact"])
-        record(f"{claim} the exact cache's, {words}", figure=figure, unit="×", bound=bound, **about)
+        claim = f"time of a token after {length:,} tokens over the exact cache's, {words}"
+        record(claim, figure=ratios(took["bounded"], took["exact"]), unit="×", bound=bound, **about)
     for cache in caches:
         cache.batch_repeat_interleave(TEXTS[-1])
     runs = {"exact": step(exact, caches[0], TEXTS[-1]), "bounded": step(bounded, caches[1], TEXTS[-1])}

@@ -90,7 +90,7 @@ def _serve(rank: int, num_ranks: int, store: Path, pipe: Connection) -> None:
         shape, job, arguments, options = pipe.recv()
         try:
             torch.manual_seed(0)
-            # Nor through what earlier jobs have left.
+            # A training would look for garbage among all that earlier jobs have left, too.
             gc.freeze()
             answer = False, job(meshes[shape], *arguments, **options)
         # Whatever a job raises fails its test, in the process that asked, and leaves this rank to serve the next.

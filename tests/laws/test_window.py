@@ -18,7 +18,6 @@ from grid import (
     NONNEGATIVE_MAPS,
     SOFTMAX_MAPS,
     build,
-    in_turns,
     qkv,
     relative_error,
     takes_statistics_from_the_call,
@@ -124,7 +123,9 @@ def in_place(
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("name", "window", "length"), in_turns(MAPS, WINDOWS, (2, 3, 37, 64)))
+@pytest.mark.parametrize("length", [2, 3, 37, 64])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("name", MAPS)
 def test_float64_equals_the_definition(name: str, window: int, length: int, masked: bool, blocks_of) -> None:
     blocks_of(min(max(window, 8), 64))
     query, key, value = qkv(num_queries=length, num_keys=length, scale=1.5)
