@@ -102,15 +102,22 @@ FAULTS = (
     Fault(
         "merge at every block, however many keys there are",
         MEMORY,
-        "left = config.num_left + config.num_newest",
-        "left = size.number",
+        "config.num_left + config.num_newest",
+        "size.number",
         "tests/kv_cache/test_attention.py",
+    ),
+    Fault(
+        "lose numbers of the newest tokens where others merge",
+        "kv_cache/merging.py",
+        "key[size:].expand",
+        "key[: number - size].expand",
+        "tests/kv_cache/test_tiers.py",
     ),
     Fault(
         "merge the newest tokens among the merged keys",
         MEMORY,
-        "sample, left, config.num_newest, soft_cap)",
-        "sample, left, 0 * config.num_newest, soft_cap)",
+        "sample, left, config.num_newest, soft_cap, ",
+        "sample, left, 0 * config.num_newest, soft_cap, ",
         "tests/kv_cache/test_tiers.py",
     ),
     Fault(

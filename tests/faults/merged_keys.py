@@ -23,8 +23,8 @@ FAULTS = (
     Fault(
         "leave the sample out of a merged key's bias",
         ROOM + "merging.py",
-        "return self.weighted(self.log_mass - attended.log_attended(self.key))",
-        "return self.weighted(self.log_mass)",
+        "bias = self.log_mass - attended.log_attended(self.key)",
+        "bias = self.log_mass",
         MERGING,
     ),
     Fault(
@@ -53,9 +53,9 @@ FAULTS = (
     ),
     Fault(
         "leave a cap as it is in powers of two",
-        "softmax/weighted.py",
-        "self.soft_cap * LOG2_E",
-        "self.soft_cap",
+        ROOM + "window.py",
+        "scoring.soft_cap * LOG2_E",
+        "scoring.soft_cap",
         CAPS,
     ),
     Fault("give a cap to torch's kernels", "softmax/weighted.py", "scoring.soft_cap is not None or", "", CAPS),
@@ -66,6 +66,20 @@ FAULTS = (
         "torch.where(self.size == 1, self.bias_sum, bias)",
         "bias",
         MERGING,
+    ),
+    Fault(
+        "measure absent keys too",
+        ROOM + "merging.py",
+        " * there[:, :, some, None]",
+        "",
+        MERGING,
+    ),
+    Fault(
+        "take axes of rows whose products are no numbers",
+        ROOM + "partitioning.py",
+        "torch.where(size == 0, 1, size).log2()",
+        "torch.ones_like(size).log2()",
+        DISTANCES,
     ),
     Fault(
         "measure keys without the queries",
@@ -112,8 +126,8 @@ FAULTS = (
     Fault(
         "measure by masked keys",
         ROOM + "bidirectional.py",
-        "evenly(tokens.bias != -torch.inf, _MEASURED,",
-        "evenly(tokens.bias == tokens.bias, _MEASURED,",
+        "evenly(tokens.bias != -torch.inf, MEASURED,",
+        "evenly(tokens.bias == tokens.bias, MEASURED,",
         DISTANCES,
     ),
     Fault(
@@ -214,8 +228,8 @@ FAULTS = (
     Fault(
         "keep the mean query's bias for a sample's cluster",
         ROOM + "merging.py",
-        "return self.weighted(self.log_mass - attended.log_attended(self.key))",
-        "return self.weighted(self.log_mass - attended.log_attended(self.key.mean(2, keepdim=True)))",
+        "bias = self.log_mass - attended.log_attended(self.key)",
+        "bias = self.log_mass - attended.log_attended(self.key.mean(2, keepdim=True))",
         EVERYWHERE,
     ),
     Fault(

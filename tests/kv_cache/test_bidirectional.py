@@ -13,6 +13,7 @@ from linattn.kv_cache import bidirectional as everywhere
 from linattn.kv_cache import partitioning
 from linattn.kv_cache import window as beside
 from linattn.kv_cache.merging import ClusterMeans
+from linattn.kv_cache.query_sample import SampleAttention
 from linattn.softmax.tokens import Tokens
 from linattn.softmax.weighted import Scoring
 
@@ -29,15 +30,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, config: MergedKV, **option
 def test_no_key_counts_twice(window: int, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block reads its neighbours as they are, and of the clusters the shares of all other keys."""
     found: list[tuple[Tensor, ClusterMeans, Tensor]] = []
-    weighted = ClusterMeans.weighted
+    conserving = ClusterMeans.conserving
 
-    def noted(means: ClusterMeans, bias: Tensor) -> object:
+    def noted(means: ClusterMeans, attended: SampleAttention) -> object:
         """What the call made of its keys."""
-        few = weighted(means, bias)
+        few = conserving(means, attended)
         found.append((means.share, means, few.bias))
         return few
 
-    monkeypatch.setattr(ClusterMeans, "weighted", noted)
+    monkeypatch.setattr(ClusterMeans, "conserving", noted)
     clusters, numbers = everywhere._clusters, []
     monkeypatch.setattr(everywhere, "_clusters", lambda *given: numbers.append(clusters(*given)) or numbers[-1])
     query, key, value = qkv(num_queries=LENGTH, num_keys=LENGTH, scale=scale)

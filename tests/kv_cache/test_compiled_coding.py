@@ -1,4 +1,4 @@
-"""Compiled code writes the codes of plain torch, bit for bit, whatever rows hold."""
+"""Compiled code writes and decodes the codes of plain torch, bit for bit, whatever rows hold."""
 
 from __future__ import annotations
 
@@ -62,6 +62,14 @@ def check(x: Tensor, bits: Tensor, num_bytes: int) -> None:
     plain, compiled = (Codes.of(x, bits, num_bytes, in_compiled_code=each) for each in (False, True))
     assert torch.equal(compiled.code, plain.code)
     assert torch.equal(compiled.scale.nan_to_num(nan=-1.0), plain.scale.nan_to_num(nan=-1.0))
+    check_numbers(plain, bits, x.shape[-1])
+
+
+def check_numbers(codes: Codes, bits: Tensor, size: int) -> None:
+    """Compare decoded numbers, to the bit."""
+    plain, compiled = (codes.rows(bits, size, torch.float32, in_compiled_code=each) for each in (False, True))
+    assert compiled.shape == (*codes.scale.shape, size)
+    torch.testing.assert_close(compiled, plain, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("content", CONTENTS)
@@ -106,3 +114,17 @@ def test_bits_that_do_not_fit_codes_are_refused(damage: tuple[int, int]) -> None
     bits = torch.tensor(damage, dtype=torch.uint8).view(1, 1, 2)
     with pytest.raises(ValueError, match="bits of the state's frames do not fit its codes; pass a state"):
         Codes.of(torch.ones(1, 1, 4, 64), bits, 32, in_compiled_code=True)
+    codes = Codes(torch.zeros(1, 1, 4, 32, dtype=torch.uint8), torch.ones(1, 1, 4, dtype=torch.float16))
+    with pytest.raises(ValueError, match="bits of the state's frames do not fit its codes; pass a state"):
+        codes.rows(bits, 64, torch.float32, in_compiled_code=True)
+
+
+def test_any_rows_are_decoded_a_few_of_many_and_none() -> None:
+    """Every byte there is, and rows of a longer tensor."""
+    layout = Layout.of(64)
+    bits, num_bytes = shared_out(layout, 4, 0)
+    code = torch.randint(256, (BATCH, HEADS, ROWS, num_bytes), generator=torch.Generator().manual_seed(1)).byte()
+    codes = Codes(code, torch.linspace(-2, 3, ROWS).half().expand(BATCH, HEADS, -1))
+    check_numbers(codes, bits, layout.size)
+    check_numbers(codes.cut(3, 7), bits, layout.size)
+    check_numbers(codes.cut(2, 2), bits, layout.size)

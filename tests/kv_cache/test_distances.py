@@ -75,5 +75,14 @@ def test_masked_keys_are_not_measured_by() -> None:
             torch.testing.assert_close(part, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("exponent", [-100, -40, 40])
+def test_axes_of_rows_are_those_of_rows_a_power_of_two_as_large(exponent: int) -> None:
+    """To the bit, where squares and what three numbers multiply to are none of float32's."""
+    x = keys(40).float()
+    metric = Metric(*(part.float() for part in measured(x.double())[0]))
+    points, factor = metric.points(x), 2.0**exponent
+    assert torch.equal(Axes.of(metric, points * factor).turn, Axes.of(metric, points).turn)
+
+
 def test_there_are_as_many_axes_as_a_width_needs():
     assert [num_axes(width) for width in (8, 64, 512)] == [8, 16, 64]

@@ -113,7 +113,8 @@ def test_the_scale_of_a_row_is_the_best_of_eight(bits: list[int], tail: str) -> 
 def test_rows_take_the_bytes_that_are_counted_and_fill_them_without_gaps(width: int, bits: float) -> None:
     x = normal(2, 3, 7, width)
     frame = Frame.of(x, torch.ones(2, 3, 7, dtype=torch.bool), bits, normal(2, 3, width).exp())
-    codes, layout = frame.coded(frame.inside(x), bits), Layout.of(width)
+    codes = Codes.of(frame.inside(x), frame.bits, coded_bytes(width, bits) - 2)
+    layout = Layout.of(width)
     assert codes.code.dtype == torch.uint8
     assert sum(part.nbytes for part in codes) == 2 * 3 * 7 * coded_bytes(width, bits)
     assert layout.size % 8 == 0
@@ -165,7 +166,8 @@ def test_bits_by_coordinate_keep_logits_better() -> None:
     truth, errors = query @ x.mT, []
     for power in (query.square().mean(2), None):
         frame = Frame.of(x, there, 4, power)
-        rounded = frame.outside(frame.decoded(frame.coded(frame.inside(x), 4)))
+        codes = Codes.of(frame.inside(x), frame.bits, coded_bytes(64, 4) - 2)
+        rounded = frame.outside(codes.rows(frame.bits, 64, x.dtype))
         errors.append((query @ rounded.mT - truth).norm())
     assert errors[0] < errors[1] / 3
 

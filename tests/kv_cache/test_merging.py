@@ -112,6 +112,20 @@ def test_values_keep_keys_apart() -> None:
     assert sorted(few.value.flatten().tolist()) == pytest.approx([0.0, 4.5, 9.0])
 
 
+@pytest.mark.parametrize("num_absent", [0, 300])
+def test_along_axes_the_same_keys_merge(num_absent: int) -> None:
+    """Where keys and values have no more directions than there are axes, whatever absent keys hold."""
+    query, sides = tokens(1, 2, 30, 40, seed=1), tokens(1, 2, 15, 80, seed=2)
+    both = 3 + tokens(1, 2, 900, 15, seed=3) @ sides
+    bias = torch.zeros(1, 2, 900, dtype=torch.float64)
+    bias[:, :, :num_absent] = -torch.inf
+    both[:, :, :num_absent] = 1e3 * tokens(1, 2, num_absent, 80, seed=4)
+    given, sample = Tokens(both[..., :40], both[..., 40:], bias), QuerySample(query, query[..., 0] < torch.inf)
+    whole, few = (reduced(given, sample, 500, 100, along_axes=each) for each in (False, True))
+    assert torch.equal(few.member, whole.member)
+    assert (few.member == 900).any()
+
+
 def by_hand(points: Tensor, mass: Tensor, num_clusters: int, rounds: int) -> list[set[int]]:
     """The same rounds, key by key."""
     groups = [{i} for i in range(len(points))]

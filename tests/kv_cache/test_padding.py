@@ -29,7 +29,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(query_sample, "_LEAST_SAMPLED", 4)
     monkeypatch.setattr(bidirectional, "_SEEDS", 20)
     monkeypatch.setattr(bidirectional, "_SEEDS_PER_CLUSTER", 2)
-    monkeypatch.setattr(bidirectional, "_MEASURED", 80)
+    monkeypatch.setattr(bidirectional, "MEASURED", 80)
 
 
 @pytest.mark.parametrize("filling", FILLINGS)

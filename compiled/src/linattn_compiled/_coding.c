@@ -1,4 +1,4 @@
-/* Rows of numbers as codes in few bits, the same bits as linattn's plain torch (kv_cache/codes.py) finds.
+/* Rows of numbers as codes in few bits, the same bits as linattn's plain torch (kv_cache/codes.py) finds, and back.
 
    Letters: H key/value heads of all rows of a batch, n rows of each, P numbers of a row, R of a block, N blocks. Numbers
    are divided, multiplied and rounded one by one as there, and sums are of double precision in both: another order of
@@ -148,6 +148,67 @@ static void write_rows(const Coding *a, const Space *s) {
                   a->scale + i);
 }
 
+/* Rows (H, n, P) of numbers from codes. */
+typedef struct {
+    const uint8_t *code;  /* (H, n, bytes) */
+    const float *scale;   /* (H, n) */
+    const uint8_t *bits;  /* (H, N) */
+    const float *levels;  /* as in Levels */
+    float *x;             /* (H, n, P) */
+    int64_t heads, rows, size, block, bytes;
+} Decoding;
+
+/* Numbers of a block in so many bits; where the codes after it begin. */
+INSIDE const uint8_t *read_block(const uint8_t *code, const int bits, const float *levels, float scale, int64_t block,
+                                 float *x) {
+    for (int64_t j = 0; j < block; j += UNIT) {
+        uint64_t word = 0;
+        for (int byte = 0; byte < bits; byte++) word |= (uint64_t)*code++ << 8 * byte;
+        for (int k = 0; k < UNIT; k++) x[j + k] = levels[word >> k * bits & ((1u << bits) - 1u)] * scale;
+    }
+    return code;
+}
+
+#define READ(bits)                                                                                                    \
+    case bits: code = read_block(code, bits, a->levels + (1 << bits) - 1, scale, a->block, x); break;
+
+static void read_rows(const Decoding *a) {
+    const int64_t number = a->size / a->block;
+    float *x = a->x;
+    for (int64_t row = 0; row < a->heads * a->rows; row++) {
+        const uint8_t *code = a->code + row * a->bytes, *bits = a->bits + row / a->rows * number;
+        const float scale = a->scale[row];
+        for (int64_t i = 0; i < number; i++, x += a->block) switch (bits[i]) {
+            READ(0) READ(1) READ(2) READ(3) READ(4) READ(5) READ(6) READ(7) READ(8)
+        }
+    }
+}
+
+/* Whether bits fit codes; the error that they do not. */
+static int check_bits(const uint8_t *bits, int64_t heads, int64_t number, int64_t block, int64_t bytes) {
+    if (are_sound(bits, heads, number, block, bytes)) return 1;
+    PyErr_SetString(PyExc_ValueError, "bits of the state's frames do not fit its codes; pass a state as merged_attention_with_state "
+                    "gave it, or rebuild it from the tokens");
+    return 0;
+}
+
+/* 5 addresses and 5 sizes, in the order of Decoding. */
+static PyObject *decode_codes(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+    (void)self;
+    uintptr_t p[5];
+    int64_t n[5];
+    if (!read_arguments(arguments, count, p, 5, n, 5, NULL, 0)) return NULL;
+    const Decoding a = {
+        (const uint8_t *)p[0], (const float *)p[1], (const uint8_t *)p[2], (const float *)p[3], (float *)p[4],
+        n[0], n[1], n[2], n[3], n[4],
+    };
+    if (!check_bits(a.bits, a.heads, a.size / a.block, a.block, a.bytes)) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    read_rows(&a);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
 #define NUM_ADDRESSES 9
 #define NUM_SIZES 9
 #define NUM_NUMBERS 3
@@ -164,11 +225,7 @@ static PyObject *write_codes(PyObject *self, PyObject *const *arguments, Py_ssiz
         {(const float *)p[4], (const float *)p[5], (const int32_t *)p[6], (const float *)p[7], n[0], n[1], n[2]},
         (const float *)p[8], n[3], n[4], n[5], n[6], n[7], n[8], x[0], x[1], x[2],
     };
-    if (!are_sound(a.bits, a.heads, a.size / a.block, a.block, a.bytes)) {
-        PyErr_SetString(PyExc_ValueError, "bits of the state's frames do not fit its codes; pass a state as merged_attention_with_state "
-                        "gave it, or rebuild it from the tokens");
-        return NULL;
-    }
+    if (!check_bits(a.bits, a.heads, a.size / a.block, a.block, a.bytes)) return NULL;
     float *memory = malloc((size_t)(3 * a.size + 1) * sizeof(float));
     if (!memory) return PyErr_NoMemory();
     const Space space = {memory, memory + a.size, (int32_t *)(memory + 2 * a.size)};
@@ -180,6 +237,7 @@ static PyObject *write_codes(PyObject *self, PyObject *const *arguments, Py_ssiz
 }
 
 static PyMethodDef functions[] = {
+    {"decode_codes", (PyCFunction)(void (*)(void))decode_codes, METH_FASTCALL, "Rows of numbers from codes."},
     {"write_codes", (PyCFunction)(void (*)(void))write_codes, METH_FASTCALL, "Rows of numbers as codes in few bits."},
     {NULL, NULL, 0, NULL},
 };

@@ -10,15 +10,7 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 
 from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
-from linattn.hf._cache_layers import (
-    ForkedCache,
-    Kernel,
-    RecordingLayer,
-    StatefulLayer,
-    TextCache,
-    cache_bytes,
-    forked,
-)
+from linattn.hf._cache_layers import ForkedCache, Kernel, RecordingLayer, StatefulLayer, TextCache, cache_bytes, forked
 from linattn.hf._calls import InterfaceCall
 from linattn.hf.layer_attention import attention_of
 from linattn.nn import Stream

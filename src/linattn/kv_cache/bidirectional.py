@@ -15,7 +15,7 @@ from torch import Tensor
 from linattn.kv_cache.compiled import everywhere_in_compiled_code, is_compiled
 from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.merging import cluster_means
-from linattn.kv_cache.partitioning import Axes, Metric, partition, seeds
+from linattn.kv_cache.partitioning import MEASURED, Axes, Metric, partition, seeds
 from linattn.kv_cache.query_sample import evenly, sampled_evenly
 from linattn.kv_cache.window import read_beside_neighbours
 from linattn.softmax.attention import inert
@@ -26,8 +26,6 @@ from linattn.softmax.weighted import Reading, Scoring, attend_to_all, read
 # Keys that clusters are made of at first, or so many times the clusters; all others join the nearest.
 _SEEDS, _SEEDS_PER_CLUSTER = 512, 4
 _ROUNDS = 6
-# Keys that distances are measured by.
-_MEASURED = 256
 # How much values count beside keys when distances are taken, against their own spread.
 _VALUES = 0.5
 # Logits held at once: few enough to stay in a processor's cache from one pass to the next.
@@ -103,7 +101,7 @@ def _attend_merging(
 
 def _distances(tokens: Tokens, spread: Tensor) -> tuple[Metric, Axes]:
     """Metric of keys, as queries of this spread see them, and values, and its axes, by keys evenly spaced."""
-    index, there = evenly(tokens.bias != -torch.inf, _MEASURED, min(_MEASURED, tokens.bias.shape[2]))
+    index, there = evenly(tokens.bias != -torch.inf, MEASURED, min(MEASURED, tokens.bias.shape[2]))
     row, head = (torch.arange(size, device=index.device) for size in index.shape[:2])
     some = torch.cat([x[row[:, None, None], head[:, None], index] for x in tokens[:2]], -1)
     # One that is no number would leave none of the others.

@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from linattn.kv_cache.codes import Codes
+from linattn.kv_cache.codes import Codes, coded_bytes
 from linattn.kv_cache.frames import Frame, Frames
 from linattn.softmax.partial import Partial, combine
 from linattn.softmax.tokens import Tokens
@@ -49,8 +49,10 @@ class CodedTokens(NamedTuple):
     @classmethod
     def of(cls, inside: Tokens, frames: Frames, bits: tuple[float, float], *, in_compiled_code: bool = False) -> Self:
         """Tokens relative to frames that were made for so many bits of keys and of values."""
-        key = frames.key.coded(inside.key, bits[0], in_compiled_code=in_compiled_code)
-        value = frames.value.coded(inside.value, bits[1], in_compiled_code=in_compiled_code)
+        key, value = (
+            Codes.of(x, frame.bits, coded_bytes(frame.mean.shape[-1], few) - 2, in_compiled_code=in_compiled_code)
+            for x, frame, few in zip(inside[:2], frames, bits, strict=True)
+        )
         return cls(key, value, inside.bias, frames)
 
     def then(self, other: Self) -> Self:
@@ -67,9 +69,13 @@ class CodedTokens(NamedTuple):
         """Tokens by number (B, H, n), with these biases."""
         return type(self)(self.key.at(place), self.value.at(place), bias, self.frames)
 
-    def decoded(self) -> Tokens:
+    def decoded(self, *, in_compiled_code: bool = False) -> Tokens:
         """Tokens relative to the frames, (B, H, n, P)."""
-        return Tokens(self.frames.key.decoded(self.key), self.frames.value.decoded(self.value), self.bias)
+        key, value = (
+            codes.rows(frame.bits, frame.order.shape[-1], self.bias.dtype, in_compiled_code=in_compiled_code)
+            for codes, frame in zip(self[:2], self.frames, strict=True)
+        )
+        return Tokens(key, value, self.bias)
 
     def read(self, query: Tensor, scoring: Scoring, followed: Tokens | None) -> Partial:
         """Rows (B, H, G, n, Dv) over all of them, decoded a piece at a time; or over numbers that gradients follow."""

@@ -110,9 +110,11 @@ class Codes(NamedTuple):
         scale = weighed(relative * nearest) / torch.where(power == 0, 1, power) * size
         return cls(_packed(level.transpose(2, 3).flatten(3), bits, num_bytes), scale.float().half())
 
-    def rows(self, bits: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    def rows(self, bits: Tensor, size: int, dtype: torch.dtype, *, in_compiled_code: bool = False) -> Tensor:
         """The numbers (B, H, n, P) that these stand for, P given."""
         scale = self.scale.to(dtype)
+        if in_compiled_code:
+            return _read_in_compiled_code(self.code, scale, bits, size)
         place, shift, wide = _places(bits, size)
         # Two bytes hold a number wherever it begins; those of no bits may begin behind the last.
         code = torch.nn.functional.pad(self.code, (0, 2)).int()
@@ -147,6 +149,16 @@ def _in_compiled_code(x: Tensor, bits: Tensor, num_bytes: int) -> tuple[Tensor, 
         *(_LARGEST, _TIE, _ALIKE),
     )
     return code, scale
+
+
+def _read_in_compiled_code(code: Tensor, scale: Tensor, bits: Tensor, size: int) -> Tensor:
+    """Rows of codes on a CPU and scales of float32."""
+    from linattn_compiled import decode_codes
+
+    code, scale, bits, x = code.contiguous(), scale.contiguous(), bits.contiguous(), scale.new_empty(*scale.shape, size)
+    sizes = scale.shape[:2].numel(), scale.shape[2], size, size // max(bits.shape[-1], 1), code.shape[-1]
+    decode_codes(*(each.data_ptr() for each in (code, scale, bits, COMPILED[0], x)), *sizes)
+    return x
 
 
 def _levels(level: Tensor, bits: Tensor, like: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from linattn.kv_cache.codes import WIDEST, Codes, Layout, coded_bytes
+from linattn.kv_cache.codes import WIDEST, Layout
 from linattn.kv_cache.levels import DISTORTION
 from linattn.softmax.tokens import Tokens
 
@@ -95,15 +95,6 @@ class Frame(NamedTuple):
     def queries(self, query: Tensor, dtype: torch.dtype) -> Tensor:
         """H(σ·q) of queries (B, H, n, W): q·k = H(σ·q)·k̃ + q·μ for k = μ + σ·H(k̃); q·μ is the same for all keys."""
         return self._mixed(query.to(dtype) * self.deviation)
-
-    def coded(self, x: Tensor, bits: float, *, in_compiled_code: bool = False) -> Codes:
-        """Codes of rows relative to the frame, in as many bits as it was made for."""
-        num_bytes = coded_bytes(self.mean.shape[-1], bits) - 2
-        return Codes.of(x, self.bits, num_bytes, in_compiled_code=in_compiled_code)
-
-    def decoded(self, codes: Codes) -> Tensor:
-        """Rows (B, H, n, P) relative to the frame."""
-        return codes.rows(self.bits, self.order.shape[-1], self.mean.dtype)
 
     def _mixed(self, x: Tensor) -> Tensor:
         """Rows (B, H, n, W) filled up, sorted and mixed, (B, H, n, P)."""

@@ -118,7 +118,7 @@ class Tier(NamedTuple):
     def _numbers(self) -> Tokens:
         """Decode, relative to the frames, where gradients do not follow numbers already."""
         assert isinstance(self.held, CodedTokens)
-        return self.held.decoded() if self.followed is None else self.followed
+        return self.followed or self.held.decoded(in_compiled_code=self.in_compiled_code)
 
 
 class Memory(NamedTuple):
@@ -180,7 +180,7 @@ class Memory(NamedTuple):
         size = config.merged_tier
         if number + extra <= size.number:
             return tier.then(leaving, sample, size)
-        left = config.num_left + config.num_newest
-        few, member = reduced(tier.tokens().then(leaving), sample, left, config.num_newest, soft_cap)
+        both, left = tier.tokens().then(leaving), config.num_left + config.num_newest
+        few, member = reduced(both, sample, left, config.num_newest, soft_cap, along_axes=config.bits is not None)
         # No more clusters are of several keys than keys are too many, and others are those that leave.
         return tier.replaced(few, member, number + 2 * extra - left, sample, size)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.kv_cache.partitioning import Metric, partition, sums, weighted_sums
+from linattn.kv_cache.partitioning import MEASURED, Axes, Metric, partition, sums, weighted_sums
 from linattn.kv_cache.query_sample import QuerySample, SampleAttention
 from linattn.softmax.tokens import Tokens
 
@@ -23,27 +23,37 @@ class Reduced(NamedTuple):
 
 
 def reduced(
-    tokens: Tokens, sample: QuerySample, num_merged: int, num_newest: int = 0, soft_cap: float | None = None
+    tokens: Tokens,
+    sample: QuerySample,
+    num_merged: int,
+    num_newest: int = 0,
+    soft_cap: float | None = None,
+    *,
+    along_axes: bool = False,
 ) -> Reduced:
-    """At most `num_merged` weighted keys in place of n (B, H, n, ·), the last `num_newest` unmerged; O(n²·(D + Dv))."""
-    if tokens.bias.shape[2] <= num_merged:
-        return Reduced(tokens, torch.arange(tokens.bias.shape[2], device=tokens.bias.device).expand(tokens.bias.shape))
-    attended = sample.attends(tokens, soft_cap)
+    """At most `num_merged` weighted keys in place of n > num_merged (B, H, n, ·), the last `num_newest` unmerged.
+
+    O(n²·(D + Dv)) time, along axes O(n²·r + n·r·(D + Dv)).
+    """
+    attended, number = sample.attends(tokens, soft_cap), tokens.bias.shape[2]
+    size, room = number - num_newest, num_merged - num_newest
+    older, newest, log_mass = tokens.cut(0, size), tokens.cut(size, number), attended.log_mass[..., :size]
     with torch.no_grad():
-        size, room = tokens.bias.shape[2] - num_newest, num_merged - num_newest
-        older = tokens.cut(0, size)
         there = (older.bias != -torch.inf).to(older.bias.dtype)
         share = there / there.sum(-1, keepdim=True).clamp(min=1)
         point = torch.cat(older[:2], -1)
-        point = Metric.of(point, share, sample.spread).points(point)
-        number = partition(point, attended.log_mass[..., :size], room, num_rounds=1)
-        newest = torch.arange(room, num_merged, device=number.device).expand(*number.shape[:2], -1)
-        newest = torch.where(tokens.bias[..., size:] == -torch.inf, num_merged, newest)
-        number = torch.cat((torch.where(number == room, num_merged, number), newest), -1)
-    means = cluster_means(tokens, number, attended.log_mass, num_merged)
-    keys = torch.arange(number.shape[-1], device=number.device).expand_as(number)
-    only = keys.new_zeros(*number.shape[:2], num_merged + 1).scatter(-1, number, keys)[..., :-1]
-    return Reduced(means.conserving(attended), torch.where(means.size > 1, number.shape[-1], only))
+        metric = Metric.of(point, share, sample.spread)
+        # Of rounded keys axes tell as much as all coordinates; elsewhere than on a CPU to find them takes longer.
+        if along_axes and point.is_cpu:
+            some = slice(None, None, max(size // MEASURED, 1))
+            point = Axes.of(metric, metric.points(point[:, :, some]) * there[:, :, some, None]).along(point)
+        else:
+            point = metric.points(point)
+        cluster = partition(point, log_mass, room, num_rounds=1)
+    means, key = cluster_means(older, cluster, log_mass, room), torch.arange(number, device=cluster.device)
+    only = cluster.new_zeros(*cluster.shape[:2], room + 1).scatter(-1, cluster, key[:size].expand_as(cluster))[..., :-1]
+    member = torch.cat((torch.where(means.size > 1, number, only), key[size:].expand(*only.shape[:2], -1)), -1)
+    return Reduced(means.conserving(attended).then(newest), member)
 
 
 class ClusterMeans(NamedTuple):
@@ -57,11 +67,9 @@ class ClusterMeans(NamedTuple):
     bias_sum: Tensor  # (B, H, C), sums of the members' biases
 
     def conserving(self, attended: SampleAttention) -> Tokens:
-        """Weighted keys to which the sample attends as much as to their members."""
-        return self.weighted(self.log_mass - attended.log_attended(self.key))
-
-    def weighted(self, bias: Tensor) -> Tokens:
-        """Weighted keys with biases (B, H, C), -inf of free places; a key that stays alone keeps its own to the bit."""
+        """Weighted keys to which the sample attends as much as to their members; biases of free places are -inf."""
+        bias = self.log_mass - attended.log_attended(self.key)
+        # A key that stays alone keeps its own to the bit.
         bias = torch.where(self.size == 0, -torch.inf, torch.where(self.size == 1, self.bias_sum, bias))
         return Tokens(self.key, self.value, bias)
 

@@ -149,6 +149,8 @@ def sums(x: Tensor, number: Tensor, num_clusters: int) -> Tensor:
 _AXES, _WIDTHS_PER_AXIS = 16, 8
 # Of subspace iteration.
 _TURNS = 2
+# Keys that axes are taken of.
+MEASURED = 256
 
 
 class Metric(NamedTuple):
@@ -191,6 +193,9 @@ class Axes(NamedTuple):
     def of(cls, metric: Metric, point: Tensor) -> Axes:
         """The widest ones of points (B, H, n, P) of the metric: nearly their first principal axes. O(n·P·r)."""
         width, point = point.shape[-1], finite(point)
+        # Products of three numbers near 1 are numbers, whatever size points have; a power of two rounds nothing.
+        size = point.abs().amax((2, 3), keepdim=True)
+        point = point / torch.where(size == 0, 1, size).log2().round().exp2()
         # From the widest coordinates on, by subspace iteration.
         widest = point.square().sum(2).topk(num_axes(width), -1).indices.unsqueeze(2)
         axes = (widest == torch.arange(width, device=widest.device).unsqueeze(-1)).to(point.dtype)

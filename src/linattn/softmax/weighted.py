@@ -9,7 +9,6 @@ from torch import Tensor
 
 from linattn.softmax.attention import causal_mask, soft_capped, softmax_rows
 from linattn.softmax.partial import Partial, joined
-from linattn.softmax.precision import LOG2_E
 from linattn.softmax.tokens import Tokens
 from linattn.softmax.tracing import is_transformed
 
@@ -22,10 +21,6 @@ class Scoring(NamedTuple):
 
     scale: float
     soft_cap: float | None = None
-
-    def in_powers_of_two(self) -> Scoring:
-        """Logits whose powers of two are the powers of e of these."""
-        return Scoring(self.scale * LOG2_E, None if self.soft_cap is None else self.soft_cap * LOG2_E)
 
     def biased(self, bias: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """Biases plus the logits of products of matrices (N, ·, ·), of which one holds the queries."""
