@@ -53,6 +53,13 @@ FAULTS = (
         CODING_LAWS,
     ),
     Fault(
+        "decode codes that lie apart as if they did not",
+        CODING,
+        "code, scale, bits, x = code.contiguous(),",
+        "code, scale, bits, x = code,",
+        CODING_LAWS,
+    ),
+    Fault(
         "give values the keys' codes", CODES, "zip(key, value, strict=True)", "zip(key, key, strict=True)", CODES_LAWS
     ),
     Fault("forget the rows beside", CODES, "*(beside is not None, ", "*(False, ", CODES_LAWS),
