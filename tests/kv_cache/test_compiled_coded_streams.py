@@ -23,6 +23,13 @@ CONFIGS = (
 )
 
 
+@pytest.fixture(params=[256, 8], ids=["in all coordinates", "along axes"])
+def measured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer keys than merges go along axes of, and more."""
+    monkeypatch.setattr("linattn.kv_cache.merging.MEASURED", request.param)
+
+
+@pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("bias", ["none", "masks", "biases", "heads"])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_it_is_what_plain_torch_is(config: MergedKV, bias: str) -> None:
@@ -94,6 +101,7 @@ def test_later_tokens_change_nothing_before_them() -> None:
     assert torch.equal(streamed(tokens, config)[0][:, :, :240], before[:, :, :240])
 
 
+@pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("cuts", [(1, 2, 3), (16, 100, 131), tuple(range(150, LENGTH))], ids=str)
 def test_a_stream_may_be_cut_anywhere(cuts: tuple[int, ...]) -> None:
     """What is kept is the same to the bit; a row alone adds its products up in another order."""
@@ -101,6 +109,17 @@ def test_a_stream_may_be_cut_anywhere(cuts: tuple[int, ...]) -> None:
     whole, parts = (streamed(tokens, config, cuts=each) for each in ((), cuts))
     torch.testing.assert_close(parts[0], whole[0], rtol=TOLERANCE, atol=TOLERANCE)
     assert all(torch.equal(x, y) for x, y in zip(leaves(parts[1]), leaves(whole[1]), strict=True))
+
+
+@pytest.mark.usefixtures("measured")
+def test_rows_of_a_batch_are_what_they_are_alone() -> None:
+    tokens, config = given(2), CONFIGS[0]
+    together = streamed(tokens, config)
+    for row in range(2):
+        alone = streamed(tuple(x[row : row + 1] for x in tokens), config)
+        torch.testing.assert_close(alone[0], together[0][row : row + 1], rtol=TOLERANCE, atol=TOLERANCE)
+        kept = linattn.MergedState.select(together[1], torch.tensor([row]))
+        assert all(torch.equal(x, y) for x, y in zip(leaves(alone[1]), leaves(kept), strict=True))
 
 
 def test_damaged_orders_are_refused() -> None:

@@ -43,9 +43,9 @@ def reduced(
         share = there / there.sum(-1, keepdim=True).clamp(min=1)
         point = torch.cat(older[:2], -1)
         metric = Metric.of(point, share, sample.spread)
-        # Of rounded keys axes tell as much as all coordinates; elsewhere than on a CPU to find them takes longer.
-        if along_axes and point.is_cpu:
-            some = slice(None, None, max(size // MEASURED, 1))
+        # They tell as much of rounded keys; of few, and elsewhere than on a CPU, to find them takes longer than it saves.
+        if along_axes and point.is_cpu and size >= 3 * MEASURED:
+            some = slice(None, None, size // MEASURED)
             point = Axes.of(metric, metric.points(point[:, :, some]) * there[:, :, some, None]).along(point)
         else:
             point = metric.points(point)
