@@ -6,8 +6,10 @@ from dataclasses import FrozenInstanceError, is_dataclass
 from types import ModuleType
 
 import pytest
+import torch
 
 from linattn_lab.experiments import EXPERIMENTS, ROOMS
+from linattn_lab.experiments.counting import operations
 from linattn_lab.experiments.experiment import FigureRow
 from linattn_lab.experiments.judging import decide, deviation, slope
 
@@ -18,6 +20,17 @@ def test_there_are_enough_and_they_take_no_longer_than_promised():
     assert len(EXPERIMENTS) >= LEAST_CLAIMS
     assert sum(experiment.QUICK.seconds for experiment in EXPERIMENTS.values()) <= MOST_QUICK_SECONDS
     assert sum(experiment.FULL.seconds for experiment in EXPERIMENTS.values()) <= MOST_FULL_SECONDS
+
+
+def test_products_are_counted_wherever_they_are_written():
+    first, second, sums = torch.ones(2, 3, 4), torch.ones(2, 4, 5), torch.ones(2, 3, 5)
+    of_one = 2 * 3 * 4 * 5
+    assert operations(lambda: torch.bmm(first, second)) == 2 * of_one
+    assert operations(lambda: torch.bmm(first, second, out=sums)) == 2 * of_one
+    assert operations(lambda: torch.baddbmm(sums, first, second, alpha=3)) == 2 * of_one
+    assert operations(lambda: sums.baddbmm_(first, second, alpha=3)) == 2 * of_one
+    assert operations(lambda: sums[0].addmm_(first[0], second[0])) == of_one
+    assert operations(lambda: torch.addmm(sums[0], first[0], second[0])) == of_one
 
 
 def test_every_room_has_some():

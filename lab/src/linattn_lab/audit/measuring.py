@@ -26,15 +26,7 @@ from linattn_lab.audit.layer_rows import head_rows, rank_rows, ranks
 from linattn_lab.audit.leaving_out import unpayable
 from linattn_lab.audit.paying import time_lengths, worth_timing
 from linattn_lab.audit.recording import record
-from linattn_lab.audit.records import (
-    EXACT,
-    UNIFORM,
-    AuditRow,
-    Header,
-    HeadRow,
-    LengthsRow,
-    WeightsRow,
-)
+from linattn_lab.audit.records import EXACT, UNIFORM, AuditRow, Header, HeadRow, LengthsRow, WeightsRow
 from linattn_lab.audit.truth import LayerTruth
 from linattn_lab.audit.weights import explored_heads, weights_row
 from linattn_lab.audit.whole_model import WholeModel

@@ -12,16 +12,7 @@ from pathlib import Path
 from linattn.methods.costs import exact_state_numbers
 from linattn.methods.method import parse_method
 from linattn_lab.audit.grid import AuditGrid
-from linattn_lab.audit.records import (
-    AUDIT,
-    EXACT,
-    UNIFORM,
-    AuditRow,
-    Header,
-    HeadRow,
-    ModelRow,
-    RankRow,
-)
+from linattn_lab.audit.records import AUDIT, EXACT, UNIFORM, AuditRow, Header, HeadRow, ModelRow, RankRow
 from linattn_lab.crossover import Crossover
 from linattn_lab.report._text import method_words
 from linattn_lab.report.audit.explored import Explored, explored_of
