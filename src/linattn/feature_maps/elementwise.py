@@ -58,6 +58,15 @@ class Exponential(ElementwiseMap):
         self._check_width(x)
         return torch.mul(x, self.head_dim**-0.5)
 
+    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
+        """`query` written into `out`."""
+        self._check_width(x)
+        return torch.mul(x, self.head_dim**-0.5, out=out)
+
+    def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
+        """grad/√D."""
+        return grad.mul_(self.head_dim**-0.5)
+
 
 @final
 class EluPlusOne(ElementwiseMap):

@@ -120,8 +120,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
     it the line 1 + t is no guide. Centres from the constructor come without a spread and limit no step.
 
     Centres come from `fit` or the constructor, one set per key/value head, shared by the queries of its group; or,
-    where none were given, from each call of attention that is not causal (`call_tensors`). For gradients they are
-    constants.
+    where none were given, from each call of attention that is not causal (`call_tensors`): constants for gradients.
 
     Cost: O(L·C·F·Dv) time for keys and O(L·F·Dv) for queries; F = 1, 1 + D or 1 + D + D(D + 1)/2. A state has C·F
     features.
@@ -134,8 +133,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
         centres: (Hkv, C, D) or (C, D), floating; distances are then Euclidean. None to find them by `fit` or per call.
 
     Raises:
-        ValueError: if a size is not a positive integer, `order` is not one of those above, or the shape of `centres` is
-            not.
+        ValueError: if a size is not a positive integer, or `order` or the shape of `centres` not one of those above.
 
     Example:
         >>> import torch

@@ -55,8 +55,7 @@ class Balanced(Wrapper):
         >>> balanced.inner_query(q)[0, 0, 0].item(), balanced.inner_key(k)[0, 0, 0].item()  # 8·2 = 4·4
         (4.0, 4.0)
 
-    Source: Likhosherstov et al. 2023 (arXiv 2302.00787), ADERF; the name is that of balanced realisations,
-    Moore 1981.
+    Source: Likhosherstov et al. 2023 (arXiv 2302.00787), ADERF; the name is Moore's (1981), of balanced realisations.
     """
 
     fitted_buffers = ("transform",)

@@ -34,8 +34,7 @@ def save_pretrained(
     not have: its own classes refuse the folder and point here, or, told AutoModel.from_pretrained(folder,
     attn_implementation="sdpa"), load the softmax model. linattn.safetensors holds the tensors of the linear attention
     and what else transformers would not bring back, linattn.json which layer attends by what. A map that several layers
-    share becomes one map for each. The model's own `save_pretrained`, which trainers call, adds these two files to what
-    it writes.
+    share becomes one map for each. The model's own `save_pretrained`, which trainers call, writes these two files too.
 
     Cost: writing the weights.
 

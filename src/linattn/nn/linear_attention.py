@@ -35,14 +35,12 @@ class LinearAttention(Attention):
             it says which maps it admits, and of which width. None for none.
         gate: what keys weigh, and how earlier ones fade, a `linattn.positions.Gate` for num_heads=Hkv, such as
             ForgetGate; for causal layers. None for none.
-        qk_norm: "rms" or "layer", a norm with weights of its own on each head's queries, and one on its keys; None for
-            none.
+        qk_norm: "rms" or "layer": norms with weights of their own on each head's queries and keys; None for none.
         output_gate: multiply what heads attended to by sigmoid(x W_g + b_g).
         window: width of an exact window beside the map, as in `linear_attention`; None for none. Its blocks
             hold masked tokens too: with one, padding changes which keys are near.
         bias: whether the four projections have biases.
-        device: of the parameters; map, positions and gate are moved there. None for torch's default, and these as they
-            are.
+        device: of the parameters; map, positions and gate are moved there, and stay with None, for torch's default.
         dtype: of the parameters, torch's default if None; map, positions and gate keep their own.
 
     Raises:

@@ -133,8 +133,7 @@ def absorb(
 ) -> State:
     """The state of all ranks' keys, on every rank: a prefix that each goes on from.
 
-    One all-gather forward, after one of 24 bytes, one reduce-scatter backward, of B·Hkv·(R·Dv + R + M) numbers per
-    rank.
+    One all-gather forward, after one of 24 bytes, one reduce-scatter backward: B·Hkv·(R·Dv + R + M) numbers per rank.
 
     Args:
         feature_map: the kernel, the same on every rank.

@@ -56,8 +56,7 @@ def read(query: Tensor, tokens: Tokens, scoring: Scoring, *, is_causal: bool, wi
         bias = torch.where(causal_mask(number, bias.shape[-1], bias.device), bias, -torch.inf)
         bias = bias.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(2, 3)
     key, value = tokens.key.to(dtype), tokens.value.to(dtype)
-    # torch's kernels have no cap, tell no log-normaliser, and under torch.func take a bias that gradients follow for a
-    # constant.
+    # torch's kernels have no cap, tell no log-normaliser, and under torch.func take a bias for a constant.
     if with_log or scoring.soft_cap is not None or is_transformed():
         part = softmax_rows(rows, key, value, bias, *scoring)
         out, log = part.out, part.log_normalizer.unflatten(2, (groups, number)) if with_log else None

@@ -1,5 +1,4 @@
-"""The quadratic truth: every weight φ(q_i)·φ(k_j) is formed, in any dtype; slow and clear, differentiable by autograd
-alone.
+"""The quadratic truth: every weight φ(q_i)·φ(k_j) is formed, in any dtype; slow, clear, differentiable by autograd.
 
 Shares nothing with the blocked backend but the shape of the sums. Exponential maps' weights are formed as
 log Σ_f exp(log φ_f(q) + log φ_f(k)), so that no scale overflows. Memory O(Lq·Lk), with their gradients O(Lq·Lk·R).
