@@ -86,7 +86,8 @@ class BoundedCache(TextCache):
     head in place of O(n).
 
     Args:
-        model: a causal transformers model whose layers use AttentionInterface; of a compiled or PEFT one that within.
+        model: a causal transformers model whose layers use AttentionInterface; of a compiled or PEFT one
+            the model within.
         budget: in exact keys and values, per layer and key/value head.
         bits: of merged keys and values, 2 to 8 in halves, or two of these, of keys and of values; of the tokens that
             are not merged yet the newest have 2 more, 8 at most, and the next as many. None for 32 and no tiers.

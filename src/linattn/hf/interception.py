@@ -25,7 +25,7 @@ class AttentionCall:
     """One attention call of one forward pass, positions already applied to queries and keys.
 
     Attributes:
-        layer: the number of the call in its forward pass, from 0, sliding windows included; mostly that of the layer.
+        layer: the number of the call in its forward pass, from 0, sliding windows included; in most models the layer.
         module_name: qualified name of the attention module in the model.
         query: (B, H, Lq, D).
         key: (B, Hkv, Lk, D), a cache's keys included.

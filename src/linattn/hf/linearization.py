@@ -102,7 +102,7 @@ def linearize_(
     Afterwards a replaced layer takes time linear in the tokens.
 
     Args:
-        model: any transformers model whose layers use AttentionInterface; of a compiled or PEFT one that within.
+        model: any transformers model whose layers use AttentionInterface; of a compiled or PEFT model the inner one.
         method: a written form, as "FavorPlus(num_features=256)" or "Expansion + window 16"; or, for layers without
             causality, merged keys, as `MergedKV(window=32, num_merged=96)` or "window 32 + merged 96"; or one of these
             for every replaced layer, in order; or a function from the head width to a map or merged keys, called once

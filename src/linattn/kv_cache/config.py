@@ -82,8 +82,8 @@ class MergedKV:
     G query heads of a key/value head. A stream keeps the sinks and w + b + C keys at most, C biases, and these queries;
     per token O((w + b + C)·(D + Dv) + (C + b)²/(b + s)·(D + Dv)) time. b is the window's width up to 64, and then 64 or
     a quarter of it; a window that is no multiple of it is rounded up. A merge leaves s places free, a sixteenth of C in
-    whole blocks, and comes when there are none. On a CPU, from 768 keys in few bits on, it measures along
-    max(16, (D + Dv)/8) principal axes of keys and values, which costs as much less.
+    whole blocks, and comes when there are none. On a CPU, 768 keys and more in few bits are compared along the
+    max(16, (D + Dv)/8) principal axes of keys and values.
 
     The first tokens of a stream stay exact and are never merged: attention sinks, whose keys and values are far from
     all others.

@@ -43,7 +43,7 @@ def reduced(
         share = there / there.sum(-1, keepdim=True).clamp(min=1)
         point = torch.cat(older[:2], -1)
         metric = Metric.of(point, share, sample.spread)
-        # They tell as much of rounded keys; of few, or not on a CPU, to find them takes longer than it saves.
+        # Axes tell as much of rounded keys; of few, or not on a CPU, finding them takes longer than it saves.
         if along_axes and point.is_cpu and size >= 3 * MEASURED:
             some = slice(None, None, size // MEASURED)
             point = Axes.of(metric, metric.points(point[:, :, some]) * there[:, :, some, None]).along(point)

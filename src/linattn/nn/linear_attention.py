@@ -40,7 +40,7 @@ class LinearAttention(Attention):
         window: width of an exact window beside the map, as in `linear_attention`; None for none. Its blocks
             hold masked tokens too: with one, padding changes which keys are near.
         bias: whether the four projections have biases.
-        device: of the parameters; map, positions and gate are moved there, and stay with None, for torch's default.
+        device: of the parameters, torch's default if None; map, positions and gate are moved there, or stay if None.
         dtype: of the parameters, torch's default if None; map, positions and gate keep their own.
 
     Raises:
