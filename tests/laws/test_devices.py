@@ -121,9 +121,9 @@ def test_codes_are_read_a_piece_at_a_time_on_a_cpu_alone(
     """A token starts several dozen operations for each piece, as long as it takes to run them on a GPU."""
     pieces, decoded = [], CodedTokens.decoded
 
-    def counted(coded: CodedTokens) -> Tokens:
+    def counted(coded: CodedTokens, **options: bool) -> Tokens:
         pieces.append(coded.bias.shape[2])
-        return decoded(coded)
+        return decoded(coded, **options)
 
     config, size = MergedKV(64, 0, coded=((300, 4),)), (1, 32, 448, 64)
     with FakeTensorMode(allow_non_fake_inputs=True):
