@@ -66,8 +66,8 @@ def test_log_normalisers_are_those_of_plain_torch() -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "compiled", "torch"])
 def test_codes_are_written_in_it_but_under_torch(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    used, run = [], codes._in_compiled_code
-    monkeypatch.setattr(codes, "_in_compiled_code", lambda *call: used.append(1) or run(*call))
+    used, run = [], codes._write_in_compiled_code
+    monkeypatch.setattr(codes, "_write_in_compiled_code", lambda *call: used.append(1) or run(*call))
     streamed(given(), CONFIGS[0], backend)
     assert bool(used) == (backend != "torch")
 

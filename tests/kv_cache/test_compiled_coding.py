@@ -120,7 +120,7 @@ def test_bits_that_do_not_fit_codes_are_refused(damage: tuple[int, int]) -> None
 
 
 def test_any_rows_are_decoded_a_few_of_many_and_none() -> None:
-    """Every byte there is, and rows of a longer tensor."""
+    """Random bytes, of a tensor and of some of its rows."""
     layout = Layout.of(64)
     bits, num_bytes = shared_out(layout, 4, 0)
     code = torch.randint(256, (BATCH, HEADS, ROWS, num_bytes), generator=torch.Generator().manual_seed(1)).byte()

@@ -133,7 +133,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
         centres: (Hkv, C, D) or (C, D), floating; distances are then Euclidean. None to find them by `fit` or per call.
 
     Raises:
-        ValueError: if a size is not a positive integer, or `order` or the shape of `centres` not one of those above.
+        ValueError: if a size is not a positive integer, or `order` or the shape of `centres` is none of those above.
 
     Example:
         >>> import torch

@@ -82,7 +82,7 @@ class Codes(NamedTuple):
         """The nearest levels, of blocks of so many bits (B, H, N). Numbers whose scale float16 has not are cut."""
         # Compiled code finds the same: sums are of double precision there and here, and their order decides nothing.
         if in_compiled_code:
-            return cls(*_in_compiled_code(x, bits, num_bytes))
+            return cls(*_write_in_compiled_code(x, bits, num_bytes))
         x = x.detach().clamp(-_LARGEST, _LARGEST)
         blocks = x.unflatten(-1, (bits.shape[-1], x.shape[-1] // max(bits.shape[-1], 1))).transpose(2, 3).contiguous()
         # Compiled code runs on a CPU, and other devices are slow with double precision, or have none.
@@ -135,7 +135,7 @@ class Codes(NamedTuple):
         return type(self)(picked(self.code, place), self.scale.gather(-1, place))
 
 
-def _in_compiled_code(x: Tensor, bits: Tensor, num_bytes: int) -> tuple[Tensor, Tensor]:
+def _write_in_compiled_code(x: Tensor, bits: Tensor, num_bytes: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of rows of float32 on a CPU."""
     # Imported here: a wheel of its own, which most do not have.
     from linattn_compiled import write_codes
