@@ -169,7 +169,7 @@ FAULTS = (
     Fault(
         "leave a linearized model the save_pretrained of its class",
         "hf/_dispatch.py",
-        "    setattr(model, _SAVE, SaveLinearized(model))\n",
+        "    setattr(model, _SAVE, partial(save_linearized, model))\n",
         "",
         "tests/hf/test_own_saving.py",
     ),

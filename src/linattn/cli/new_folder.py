@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from linattn.cli.terminal import console_of, ending
+from linattn.cli.terminal import ending
 from linattn.processes import Processes
 from linattn.records.atomic import full_disk_names
 from linattn.records.locks import LOCK, InUseError, locked
@@ -26,7 +26,7 @@ def shared_folder(
     """A console, and the folder of unfinished work on `out`, held meanwhile; all but the first process have none."""
     if not out.name:
         raise ValueError(f"{out} cannot be a new folder; give one in it")
-    console, work = console_of(processes), out.with_name(f"{out.name}.unfinished")
+    console, work = Console(quiet=not processes.is_first), out.with_name(f"{out.name}.unfinished")
     # Before anything of the first process's can fail while the others wait.
     check_same_options(processes, call)
     if not processes.is_first:

@@ -12,15 +12,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
-from linattn.processes import Processes
 from linattn.records.tables import Table
 
 _INTERRUPTED = 130
-
-
-def console_of(processes: Processes) -> Console:
-    """The terminal, for the first process; the others are silent."""
-    return Console(quiet=not processes.is_first)
 
 
 @contextmanager

@@ -38,7 +38,6 @@ def training_progress(
         shown = _told(console, before, words, parts) if bar is None else _shown(bar, before, words)
 
         def notify(name: str, share: float, progress: Progress) -> None:
-            """Show it, and raise an interrupt that was noted."""
             shown.notify(name, share, progress)
             if pressed:
                 raise KeyboardInterrupt
@@ -69,13 +68,11 @@ def _told(console: Console, before: str, words: Callable[[Progress], str], parts
     last = time.perf_counter()
 
     def say(line: str) -> None:
-        """Print a line."""
         nonlocal last
         last = time.perf_counter()
         console.print(line, markup=False, highlight=False)
 
     def notify(name: str, share: float, progress: Progress) -> None:
-        """Print a line where one is due."""
         now = time.perf_counter()
         start, first = begun.setdefault(name, (now, share))
         if share >= 1.0:
@@ -87,7 +84,6 @@ def _told(console: Console, before: str, words: Callable[[Progress], str], parts
             due[name] = (math.floor(share * parts) + 1) / parts
 
     def measured(name: str, share: float) -> None:
-        """Print, if nothing was printed for long."""
         if time.perf_counter() - last >= _SILENCE:
             say(f"Measuring: {name}, {share:.0%} done")
 

@@ -113,8 +113,7 @@ def _check(model: PreTrainedModel, config: ConvertConfig, methods: tuple[Method,
     """Refuse models and settings that would fail after minutes."""
     if is_linearized(model):
         raise ValueError(f"{type(model).__name__} is linearized already; call linattn.hf.restore_(model) first")
-    number = len(choose_layers(model, config.layers).replaced) if len(methods) > 1 else len(methods)
-    if len(methods) != number:
+    if len(methods) > 1 and len(methods) != (number := len(choose_layers(model, config.layers).replaced)):
         raise ValueError(
             f"got {len(methods)} methods for the {number} layers to be converted; give one for each, in order, or one "
             "for all"

@@ -47,7 +47,6 @@ def distil(
     processes = Processes.of_this_run()
 
     def imitate(batch: Batch, theirs: Outputs, compare: Compare, mean: Mean = itself) -> Tensor:
-        """The loss on a batch."""
         ours = run(student, batch)
         divergence = None
         if ours.predictions is not None and theirs.predictions is not None:
@@ -56,11 +55,9 @@ def distil(
 
     @cache
     def exact(number: int) -> Outputs:
-        """The teacher's outputs on a validation text, which are computed once."""
         return teacher_outputs(teacher, samples.validation[number])
 
     def loss(step: int) -> Tensor:
-        """The loss of a step, on this process's texts."""
         batch = own_texts(samples.training(step), processes)
         mean = partial(mean_of, processes=processes)
         compare = partial(sampled_divergence, draw=torch.Generator().manual_seed(step), mean=mean)

@@ -91,11 +91,9 @@ def transfer(
 
     @cache
     def kept(number: int) -> dict[str, AttentionCall]:
-        """The teacher's calls on a validation text, which are recorded once."""
         return record(teacher, samples.validation[number])
 
     def loss(step: int) -> Tensor:
-        """The loss of a step, on this process's texts."""
         return _loss(maps, layers, record(teacher, own_texts(samples.training(step), processes)), step)
 
     parameters = [parameter for feature_map in maps for parameter in feature_map.parameters()]

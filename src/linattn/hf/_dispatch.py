@@ -10,12 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, EncoderDecoderCache, PreTrainedModel
-from transformers.generation.configuration_utils import GenerationMode
 
 from linattn.hf._attention_modules import former_of, implementations, mark, parts_of, restore, switch_to, unmark
 from linattn.hf._bounded_layers import HandedKeys
 from linattn.hf._calls import AnyMask, AskedMask, InterfaceCall, ask_mask, by_token, refuse_weights
-from linattn.hf._folders import SaveLinearized
+from linattn.hf._folders import save_linearized
 from linattn.hf.interception import NAME as INTERCEPTED
 from linattn.hf.layer_attention import ATTRIBUTE, Attending, attention_of
 from linattn.hf.state_cache import EncoderDecoderStates, StateCache, StateLayer
@@ -26,7 +25,7 @@ UNDO = "linattn_undo"
 
 # The attribute of a linearized model's modules that names the attention implementation they had.
 _FORMER = "linattn_former"
-# The methods of a model that `StatesByDefault`, where it generates at all, and `SaveLinearized` take the place of.
+# The methods of a model that `_prepare_states`, where it generates at all, and `save_linearized` take the place of.
 _PREPARE, _SAVE = "_prepare_cache_for_generation", "save_pretrained"
 
 # The keyword by which attention modules pass the cache's layer on, unread.
@@ -89,8 +88,8 @@ def install(model: PreTrainedModel, attentions: Sequence[Attending]) -> None:
         checks = (refuse_weights, _refuse_other_implementations, *([_cache_check(model_part)] if stateful else []))
         hooks += [model_part.register_forward_pre_hook(check, with_kwargs=True) for check in checks]
     if stateful and hasattr(type(model), _PREPARE):
-        setattr(model, _PREPARE, StatesByDefault(model))
-    setattr(model, _SAVE, SaveLinearized(model))
+        setattr(model, _PREPARE, partial(_prepare_states, model))
+    setattr(model, _SAVE, partial(save_linearized, model))
     mark(model)
     setattr(model, UNDO, (former, tuple(hooks)))
 
@@ -172,35 +171,27 @@ def _settle(module: nn.Module, args: Any, options: dict[str, Any], output: Any) 
         layer.settle()
 
 
-class StatesByDefault:
-    """A model's own way to prepare a cache, its growing cache exchanged for states; an object, which can be pickled."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-
-    def __call__(
-        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: GenerationMode, *sizes: int
-    ) -> None:
-        """Prepare the cache; one that the user gave or chose by name stays, unless it has empty slots."""
-        named = generation_config.cache_implementation
-        is_chosen = model_kwargs.get("past_key_values") is not None or named == "dynamic"
-        getattr(type(self.model), _PREPARE)(self.model, generation_config, model_kwargs, generation_mode, *sizes)
-        made = model_kwargs.get("past_key_values")
-        if made is not None and made.is_compileable:
-            cure = f" (model.generation_config.cache_implementation = None, if {named!r} is there)" if named else ""
-            raise ValueError(
-                f"{type(made).__name__} gives its empty slots to attention as keys, which a kernel cannot tell from "
-                f"others; leave the cache out{cure}, and generate keeps states, whose size is constant too"
-            )
-        text_cache = _of_text(made)
-        # As `generate` makes it by default.
-        if not is_chosen and type(text_cache) is DynamicCache and not text_cache.offloading:
-            states: Any = StateCache(self.model)
-            if generation_config.is_assistant:
-                states.activate_past_recording()
-            if isinstance(made, EncoderDecoderCache):
-                states = EncoderDecoderStates(states, made.cross_attention_cache)
-            model_kwargs["past_key_values"] = states
+def _prepare_states(model: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any) -> None:
+    """Prepare `generate`'s cache: states where it would grow; one that the user gave or named stays, without slots."""
+    named = generation_config.cache_implementation
+    is_chosen = model_kwargs.get("past_key_values") is not None or named == "dynamic"
+    getattr(type(model), _PREPARE)(model, generation_config, model_kwargs, *rest)
+    made = model_kwargs.get("past_key_values")
+    if made is not None and made.is_compileable:
+        cure = f" (model.generation_config.cache_implementation = None, if {named!r} is there)" if named else ""
+        raise ValueError(
+            f"{type(made).__name__} gives its empty slots to attention as keys, which a kernel cannot tell from "
+            f"others; leave the cache out{cure}, and generate keeps states, whose size is constant too"
+        )
+    text_cache = _of_text(made)
+    # As `generate` makes it by default.
+    if not is_chosen and type(text_cache) is DynamicCache and not text_cache.offloading:
+        states: Any = StateCache(model)
+        if generation_config.is_assistant:
+            states.activate_past_recording()
+        if isinstance(made, EncoderDecoderCache):
+            states = EncoderDecoderStates(states, made.cross_attention_cache)
+        model_kwargs["past_key_values"] = states
 
 
 # On import, not on use: a linearized model that is read from a pickle names them too. Without a mask function of the

@@ -47,25 +47,18 @@ _ALIGNMENT = 64
 _MOST_BUFFERED = 2**26
 
 
-class SaveLinearized:
-    """A linearized model's own `save_pretrained`, whose folder `from_pretrained` reads; an object can be pickled."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-
-    def __call__(self, *args: Any, **options: Any) -> None:
-        """Takes what transformers' own takes, and refuses what would give another kind of folder."""
-        model, save = self.model, type(self.model).save_pretrained
-        arguments = inspect.signature(PreTrainedModel.save_pretrained).bind(model, *args, **options).arguments
-        # Of a model with adapters transformers writes the adapters alone: no folder of a model.
-        if getattr(model, "_hf_peft_config_loaded", False):
-            save(model, *args, **options)
-            return
-        if refused := [f"{name} ({cure})" for name, cure in _REFUSED.items() if arguments.get(name)]:
-            raise ValueError(f"no folder has the linear attention of {type(model).__name__} with {', '.join(refused)}")
-        arguments.update(arguments.pop("kwargs", {}))
-        model, folder, state = (arguments.pop(name, None) for name in ("self", "save_directory", "state_dict"))
-        write_files(model, Path(folder), state or model.state_dict(), **arguments)
+def save_linearized(model: PreTrainedModel, *args: Any, **options: Any) -> None:
+    """A linearized model's own `save_pretrained`: options that would give another kind of folder are refused."""
+    arguments = inspect.signature(PreTrainedModel.save_pretrained).bind(model, *args, **options).arguments
+    # Of a model with adapters transformers writes the adapters alone: no folder of a model.
+    if getattr(model, "_hf_peft_config_loaded", False):
+        type(model).save_pretrained(model, *args, **options)
+        return
+    if refused := [f"{name} ({cure})" for name, cure in _REFUSED.items() if arguments.get(name)]:
+        raise ValueError(f"no folder has the linear attention of {type(model).__name__} with {', '.join(refused)}")
+    arguments.update(arguments.pop("kwargs", {}))
+    model, folder, state = (arguments.pop(name, None) for name in ("self", "save_directory", "state_dict"))
+    write_files(model, Path(folder), state or model.state_dict(), **arguments)
 
 
 def write_files(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor] | None, **options: Any) -> None:

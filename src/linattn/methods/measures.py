@@ -11,10 +11,10 @@ def relative_error(approximation: Tensor, exact: Tensor) -> Tensor:
     if approximation.shape != exact.shape:
         raise ValueError(f"shapes differ: {tuple(approximation.shape)} against {tuple(exact.shape)}; give equal shapes")
     approximation, exact = approximation.double(), exact.double()
-    size = _frobenius(exact)
+    size = torch.linalg.vector_norm(exact, dim=(0, 2, 3))
     if bool((size == 0).any()):
         raise ValueError("a head's exact output is zero everywhere, so that no relative error exists; leave it out")
-    error = _frobenius(approximation - exact) / size
+    error = torch.linalg.vector_norm(approximation - exact, dim=(0, 2, 3)) / size
     return torch.where(approximation.isfinite().all(dim=-1).all(dim=-1).all(dim=0), error, torch.inf)
 
 
@@ -59,8 +59,3 @@ def softmax_log_rows(query: Tensor, key: Tensor, visible: Tensor, *, scale: floa
     keys = key.double().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     logits = scale * (query.double() @ keys.mT)
     return logits.masked_fill(~visible, -torch.inf).log_softmax(dim=-1)
-
-
-def _frobenius(x: Tensor) -> Tensor:
-    """Norm of each head over batch, tokens and channels: (B, H, L, Dv) -> (H,)."""
-    return x.square().sum(dim=(0, 2, 3)).sqrt()

@@ -136,11 +136,8 @@ class MultiheadAttention(nn.Module):
             raise ValueError("linear attention has no weights to return, got need_weights=True; say need_weights=False")
         self._check_direction(attn_mask, is_causal=is_causal, num_tokens=query.shape[int(self.batch_first)])
         key_mask = None if key_padding_mask is None else _attended(key_padding_mask)
-        x = query if self.batch_first else query.transpose(0, 1)
-        if key is query:
-            out = self.layer(x, key_mask=key_mask)
-        else:
-            out = self.layer(x, key if self.batch_first else key.transpose(0, 1), key_mask=key_mask)
+        x, memory = (y if self.batch_first else y.transpose(0, 1) for y in (query, key))
+        out = self.layer(x, None if key is query else memory, key_mask=key_mask)
         return (out if self.batch_first else out.transpose(0, 1)), None
 
     def _check_direction(self, attn_mask: Tensor | None, *, is_causal: bool, num_tokens: int) -> None:

@@ -47,13 +47,14 @@ def audit(
     Example: linattn audit gemma-3-270m --budget 512 --text FILE
     """
     # Help is not to wait for torch.
+    from rich.console import Console
+
     from linattn.cli.new_folder import check_same_options
-    from linattn.cli.terminal import console_of
     from linattn.processes import launched
     from linattn_lab.commands import head_audit, memory_audit
 
     with launched() as processes:
-        console = console_of(processes)
+        console = Console(quiet=not processes.is_first)
         check_same_options(processes, call)
         if budget is None:
             are_mixed = any((text_kinds, kinds, tasks, dtype, plan_out, calibration)) or passages != 1 or samples != 1
