@@ -134,8 +134,8 @@ FAULTS = (
     Fault(
         "forget that assisted generation crops its cache",
         "hf/_dispatch.py",
-        "            if generation_config.is_assistant:\n",
-        "            if False:\n",
+        "        if generation_config.is_assistant:\n",
+        "        if False:\n",
         "tests/hf/test_generation_options.py",
     ),
     Fault(

@@ -307,7 +307,7 @@ def test_copies_keep_states_of_their_own(linear, duplicate):
     restore_(model)
     made = twin.generate(ids(), max_new_tokens=2, return_dict_in_generate=True).past_key_values
     assert isinstance(made, StateCache)
-    assert twin._prepare_cache_for_generation.model is twin
+    assert twin._prepare_cache_for_generation.args == (twin,)
     restore_(twin)
     assert not any(part._forward_pre_hooks or part._forward_hooks for part in twin.modules())
     assert "_prepare_cache_for_generation" not in vars(twin)
