@@ -70,8 +70,18 @@ class ConvertConfig:
         return tuple(map(parse_method, (written,) if isinstance(written, str) else written))
 
     def __post_init__(self) -> None:
-        """Refuse what is no map, and numbers that mean nothing."""
-        self._check_methods()
+        """Refuse what is no map, numbers that mean nothing, and one thing in the place of several."""
+        if self.feature_map is not None and not self.feature_map:
+            raise ValueError(f"feature_map must name a method, got {self.feature_map!r}; None is {DEFAULT_MAP!r}")
+        try:
+            methods = self.methods
+        except ValueError as error:
+            raise ValueError(f"feature_map: {error}") from None
+        if merged := [method.label for method in methods if method.map is None]:
+            raise ValueError(
+                f"feature_map must be a map, as LearnedExponential, got {merged[0]!r}: merged keys need no training; "
+                "bound a decoder's KV cache with linattn.hf.BoundedCache, or linearize_ an encoder by them"
+            )
         if not (math.isfinite(self.minutes) and self.minutes >= 0):
             raise ValueError(f"minutes must be a finite number of 0 or more, got {self.minutes}")
         check_seed(self.seed)
@@ -88,10 +98,6 @@ class ConvertConfig:
                 f"adapter_rank must be 1 or more, of weights that are distilled, got {self.adapter_rank} with "
                 f"distil={self.distil}; leave it out to train all weights"
             )
-        self._check_kinds()
-
-    def _check_kinds(self) -> None:
-        """Refuse numbers that are no integers, and one thing in the place of several."""
         for name in ("num_features", "num_tokens", "min_tokens", "adapter_rank", "batch_size"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
@@ -99,17 +105,3 @@ class ConvertConfig:
         for name, kinds in (("texts", str), ("layers", int | str)):
             if isinstance(value := getattr(self, name), kinds):
                 raise TypeError(f"{name} must be several, got {type(value).__name__}; write {name}=(…,)")
-
-    def _check_methods(self) -> None:
-        """Refuse methods without a map."""
-        if self.feature_map is not None and not self.feature_map:
-            raise ValueError(f"feature_map must name a method, got {self.feature_map!r}; None is {DEFAULT_MAP!r}")
-        try:
-            methods = self.methods
-        except ValueError as error:
-            raise ValueError(f"feature_map: {error}") from None
-        if merged := [method.label for method in methods if method.map is None]:
-            raise ValueError(
-                f"feature_map must be a map, as LearnedExponential, got {merged[0]!r}: merged keys need no training; "
-                "bound a decoder's KV cache with linattn.hf.BoundedCache, or linearize_ an encoder by them"
-            )

@@ -101,8 +101,7 @@ class Course:
         # Checked once, that what is recorded explains the model.
         first = to_device(self._samples.calibration[0], teacher.device)
         calls = {call.module_name: call for call in capture(teacher, first).calls}
-        is_causal = any(calls[layer.module_name].is_causal for layer in self._layers)
-        maps, fitted, linearization = self._linearize(calls, is_causal=is_causal)
+        maps, fitted, linearization = self._linearize(calls)
         self._train(maps, fitted)
         stage_name = self._keep_the_best()
         live = self._processes.each(numbers, lambda number: self._exact[number].live.sum(1).tolist())
@@ -121,9 +120,7 @@ class Course:
             paying=count_numbers(*self._first_layer(calls), speed.num_tokens),
         )
 
-    def _linearize(
-        self, calls: dict[str, AttentionCall], *, is_causal: bool
-    ) -> tuple[list[FeatureMap], bool, Linearization]:
+    def _linearize(self, calls: dict[str, AttentionCall]) -> tuple[list[FeatureMap], bool, Linearization]:
         """Every layer by its method: the maps, and whether any takes statistics."""
         config, calibration, methods = self._config, self._samples.calibration, self._methods
         if len(methods) == 1:
@@ -131,7 +128,7 @@ class Course:
         maps = build_maps(methods, self._layers, calls, num_features=config.num_features, seed=config.seed)
         fitted = any(isinstance(feature_map, FittedMap) for feature_map in maps)
         # Before its fit, a map that takes statistics of a call cannot attend causally: there is nothing to measure.
-        measurable = not (fitted and is_causal)
+        measurable = not (fitted and any(calls[layer.module_name].is_causal for layer in self._layers))
         if not measurable:
             fit_maps(maps, self._layers, self._teacher, calibration)
         following, windows = iter(maps), [method.window for method in methods]

@@ -16,7 +16,6 @@ NONE = -100
 # Logits made at once: 64 MB in float32; and of how many such pieces a sample is.
 _MOST, _SAMPLED = 2**24, 4
 
-
 Mean = Callable[[Tensor], Tensor]
 """The mean of a number over all processes, each of which has it of its own texts."""
 

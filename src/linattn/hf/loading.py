@@ -138,12 +138,6 @@ def find_source(name: str, *, by_default: bool = False) -> Path:
     return source
 
 
-def read_tokenizer(where: str, *, offline: bool = True) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, or of a name of the hub."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(where, local_files_only=offline)
-    return tokenizer
-
-
 def _read(where: str, offline: bool, with_head: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer of a folder, or of a name of the hub."""
     kind: Any = AutoModel
@@ -166,7 +160,7 @@ def _read(where: str, offline: bool, with_head: bool) -> tuple[PreTrainedModel, 
         raise ValueError(
             f"{where} holds a model and no tokenizer; save the model's tokenizer into the folder (save_pretrained)"
         )
-    return model, read_tokenizer(where, offline=offline)
+    return model, AutoTokenizer.from_pretrained(where, local_files_only=offline)
 
 
 def is_sentence_transformer(source: str) -> bool:

@@ -8,14 +8,14 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from linattn.hf._attention_modules import attention_modules
 from linattn.hf._model_records import RECORD
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.layer_attention import attention_of
-from linattn.hf.loading import LoadedModel, find_source, load, read_tokenizer
+from linattn.hf.loading import LoadedModel, find_source, load
 from linattn.hf.saving import from_pretrained
 from linattn.hf.state_cache import EncoderDecoderStates, StateCache, StreamCache
 
@@ -228,7 +228,8 @@ def load_language_model(name_or_folder: str | os.PathLike[str]) -> LoadedModel:
                 f"{source} holds a linearized model and no tokenizer; save it with "
                 "linattn.hf.save_pretrained(model, folder, tokenizer=tokenizer)"
             )
-        loaded = LoadedModel(name, str(source), from_pretrained(source), read_tokenizer(str(source)))
+        model, tokenizer = from_pretrained(source), AutoTokenizer.from_pretrained(str(source), local_files_only=True)
+        loaded = LoadedModel(name, str(source), model, tokenizer)
     else:
         loaded = load(name, with_head=True)
     if not loaded.model.can_generate():
