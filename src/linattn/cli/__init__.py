@@ -1,7 +1,5 @@
 """The `linattn` command: thin, it only calls rooms."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 

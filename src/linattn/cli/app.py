@@ -3,8 +3,6 @@
 That file has the options; its function imports what does the work. So help comes at once, without torch.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

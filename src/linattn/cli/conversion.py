@@ -1,7 +1,5 @@
 """The work of `linattn convert`, as the terminal shows it."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command `linattn convert`: its options; `linattn.cli.conversion` does the work, imported when it runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The work of `linattn generate`: a prompt read with a bar, tokens as they come, and figures of both at the end."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Tokens that `linattn generate --budget` keeps and merges, and what that costs, in words."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A command's long work on a new folder: one process at a time, unfinished beside it, whole at the end."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

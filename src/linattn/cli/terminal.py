@@ -1,7 +1,5 @@
 """Terminal output of the commands: progress, tables, errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """A conversion in words: tables of its stages and of its layers, for a terminal or a model card."""
 
-from __future__ import annotations
-
 from linattn.convert.course import Conversion
 from linattn.convert.stages import Stage
 from linattn.records.tables import Table

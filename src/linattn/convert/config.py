@@ -1,7 +1,5 @@
 """Settings of a conversion."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

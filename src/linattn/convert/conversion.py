@@ -1,7 +1,5 @@
 """A softmax model becomes a linear one: audit, calibrate, distil, audit again."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The course of a conversion: from the softmax model to the linear one, with the error measured on the way."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext

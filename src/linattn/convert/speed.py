@@ -1,7 +1,5 @@
 """Whether a conversion pays: the model's time beside the original's, its state beside the cache of L exact tokens."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

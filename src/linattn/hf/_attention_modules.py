@@ -1,7 +1,5 @@
 """Find the modules of a model that compute attention, and switch them to a registered implementation and back."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

@@ -1,7 +1,5 @@
 """How a linearized model attends: by what a module has installed, else as before; letters as in hf/__init__.py."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@
 `save_pretrained`, which trainers call, writes its whole `state_dict`, and the records beside it.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Iterator, Mapping

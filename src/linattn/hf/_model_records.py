@@ -1,7 +1,5 @@
 """linattn.json and linattn.safetensors: what a linearized model has beside its softmax model, read with every check."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

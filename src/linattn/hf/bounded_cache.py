@@ -1,7 +1,5 @@
 """A transformers cache that bounds what layers keep to a budget of bytes; letters as in hf/__init__.py."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

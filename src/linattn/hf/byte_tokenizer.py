@@ -1,7 +1,5 @@
 """The tokenizer of byte-level models: a text's tokens are the bytes of its UTF-8 form."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizer

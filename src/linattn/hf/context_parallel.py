@@ -1,7 +1,5 @@
 """Linearized models given a part of each sequence, the rest being on other ranks; letters as in hf/__init__.py."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """`LinearLM` as a model of transformers, saved and trained as any other; letters as in hf/__init__.py."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention in the place of a layer's softmax: a map, or an encoder's merged keys; letters as in hf/__init__.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Replace softmax attention in a transformers model by feature maps, or an encoder's by merged keys, and undo it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Load a model and its tokenizer: from a folder, a GGUF file or a package, or, given a name, from a hub."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Write a linearized model to a folder, and read it again: the same outputs, to the bit."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A linearized model as a SentenceTransformer, saved and loaded; this module alone knows sentence-transformers."""
 
-from __future__ import annotations
-
 import os
 from collections import OrderedDict
 from copy import copy

@@ -1,7 +1,5 @@
 """Caches of constant memory for linear attention: a model's states, or the streams of a `LinearLM`."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn, Self
 
 import torch

@@ -1,7 +1,5 @@
 """Costs: numbers kept per head, by a map and by softmax, and seconds, measured; letters as in methods/__init__.py."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """Feature maps as plain JSON values: what a map was built with, not what it has drawn, measured or learned since."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Mapping

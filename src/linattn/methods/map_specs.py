@@ -1,7 +1,5 @@
 """Feature maps by their written form: "FavorPlus", "Hyperbolic(lengths='fixed')", "Centred(Taylor(order=2))"."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

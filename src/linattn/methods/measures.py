@@ -1,7 +1,5 @@
 """How far an attention is from the exact one: pure, float64, one figure per head; letters as in methods/__init__.py."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@
 weights. "window 128 + merged 256" has no map: a window of exact keys, and 256 merged keys for all others.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

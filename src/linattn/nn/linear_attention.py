@@ -1,7 +1,5 @@
 """The layer: projections around `linattn.linear_attention`; letters as in nn/__init__.py."""
 
-from __future__ import annotations
-
 from typing import Any, Self, final
 
 import torch

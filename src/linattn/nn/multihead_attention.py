@@ -1,7 +1,5 @@
 """A layer of linattn in the place of torch.nn.MultiheadAttention, called as that is; letters as in nn/__init__.py."""
 
-from __future__ import annotations
-
 from typing import Self, final
 
 import torch

@@ -1,7 +1,5 @@
 """The softmax layer of a hybrid, around torch's attention; letters as in nn/__init__.py."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

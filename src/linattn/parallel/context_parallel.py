@@ -1,7 +1,5 @@
 """Layers that are given a part of each sequence; letters as in parallel/__init__.py."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, final
 

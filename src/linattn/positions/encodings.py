@@ -1,7 +1,5 @@
 """Encodings that act before the map, (q, k, positions) -> (q', k'); letters as in positions/__init__.py."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any, final
 

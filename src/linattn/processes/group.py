@@ -1,13 +1,11 @@
 """The processes of one work, which all hold the same: what they share out, average and agree on."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -35,7 +33,7 @@ class Processes:
     size: int
 
     @classmethod
-    def of_this_run(cls) -> Processes:
+    def of_this_run(cls) -> Self:
         """Processes of torch.distributed's default group; this one alone where there is none.
 
         Example:

@@ -1,7 +1,5 @@
 """Dataclasses and NamedTuples as JSON, and back with every field checked by pydantic; files, whole or absent."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Tables of texts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

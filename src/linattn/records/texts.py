@@ -1,7 +1,5 @@
 """The text an audit reads."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """How far a training has come, and how far it is to go: by the clock or by steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """The files of a training while it runs: when it is killed, only the last minute is lost."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

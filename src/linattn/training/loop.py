@@ -1,7 +1,5 @@
 """The training loop: a loss, a budget of time, the best weights so far, checkpoints, curves."""
 
-from __future__ import annotations
-
 import math
 import signal
 import time

@@ -4,8 +4,6 @@ Processes have them whole, or sharded (fully_shard) over all. Numbers are plain 
 held against the model's before any is given: nothing in the file can run code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 
