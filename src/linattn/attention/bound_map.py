@@ -1,7 +1,5 @@
 """A feature map with the tensors it uses in one call; letters as in attention/__init__.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 

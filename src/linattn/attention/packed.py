@@ -1,7 +1,5 @@
 """Sequences one after the other in one tensor: attention of each by itself; letters as in attention/__init__.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows of the attention matrix that linear attention never forms; letters as in attention/__init__.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Checks of constructor arguments shared by the feature maps; letters as in feature_maps/__init__.py."""
 
-from __future__ import annotations
-
 import math
 
 

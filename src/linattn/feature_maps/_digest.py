@@ -1,7 +1,5 @@
 """Digests of tensors: what tells one map's numbers from another's."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Maps that learn from samples, and their statistics; letters as in feature_maps/__init__.py, N points, C centres."""
 
-from __future__ import annotations
-
 import random
 from abc import abstractmethod
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """From gradients of what a map returned to those of its inputs and tensors; letters as in feature_maps/__init__.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -19,8 +19,6 @@ Source: Choromanski et al. 2021 (arXiv 2009.14794), lemma 2, for independent row
 |w + w'|² being chi-square with 2D degrees of freedom (or 2D exactly), its direction uniform.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import lru_cache

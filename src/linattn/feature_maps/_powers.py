@@ -1,7 +1,5 @@
 """Exponents taken apart: a product with W, and a term of each row; letters as in feature_maps/__init__.py."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Draw a random projection W, and the base of maps that live on one; letters as in feature_maps/__init__.py."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Callable

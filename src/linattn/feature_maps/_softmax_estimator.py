@@ -1,7 +1,5 @@
 """Random maps that estimate the softmax kernel, and their variance; letters as in feature_maps/__init__.py."""
 
-from __future__ import annotations
-
 import math
 
 import torch

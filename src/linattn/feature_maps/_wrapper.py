@@ -1,7 +1,5 @@
 """Maps around a map for the softmax kernel; letters as in feature_maps/__init__.py."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 
 import torch

@@ -4,8 +4,6 @@ None of them is the softmax kernel or an approximation of it, the exponential in
 exp(q·k/√D). Letters as in feature_maps/__init__.py.
 """
 
-from __future__ import annotations
-
 from typing import final
 
 import torch

@@ -3,8 +3,6 @@
 Letters as in feature_maps/__init__.py, N queries, C centres or groups, F = R/C features of a group.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Self, final

@@ -1,7 +1,5 @@
 """Maps with trainable exponents; letters as in feature_maps/__init__.py, R rows of W."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Self, final

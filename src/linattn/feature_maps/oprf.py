@@ -1,7 +1,5 @@
 """Positive random features with the variance-optimal Gaussian tilt; letters as in feature_maps/__init__.py."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, Self, final
 

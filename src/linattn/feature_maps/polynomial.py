@@ -5,8 +5,6 @@ the kernel to rounding. One coordinate more, of constant value, brings in the lo
 feature_maps/__init__.py, p degree.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import combinations_with_replacement, pairwise

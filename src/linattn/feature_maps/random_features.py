@@ -1,7 +1,5 @@
 """Random features for the softmax kernel, and for the arc-cosine kernel; letters as in feature_maps/__init__.py."""
 
-from __future__ import annotations
-
 import math
 from typing import final
 

@@ -1,7 +1,5 @@
 """Positive random features with a tilt in every direction of the data; letters as in feature_maps/__init__.py."""
 
-from __future__ import annotations
-
 from typing import Self, final
 
 import torch

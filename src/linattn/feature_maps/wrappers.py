@@ -1,7 +1,5 @@
 """Any map for the softmax kernel with q and k moved: balanced, centred; letters as in feature_maps/__init__.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Self, final
 

@@ -5,8 +5,6 @@ queries reads those clusters without what the keys of its own block and of both 
 keys as they are (`window`). All that is chosen depends on a row's live tokens alone, wherever padding stands.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """How many merged keys fit into bytes, all that a stream keeps counted; letters as in kv_cache/__init__.py."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count

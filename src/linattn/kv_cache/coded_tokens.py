@@ -4,8 +4,6 @@ They are written and read in plain torch, or in compiled code on a CPU, from the
 become numbers in a processor's cache, a few tokens at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple, Self
 

@@ -9,8 +9,6 @@ number z of it is s·l for one scale s of the row and one of the 2^b levels of i
 Letters: P numbers of a row, R of a block, N blocks.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple, Self
 

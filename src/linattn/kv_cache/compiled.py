@@ -5,8 +5,6 @@ In float32 and without gradients: the merges, the rows and what a stream keeps a
 all else. Letters as in kv_cache/__init__.py.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -7,8 +7,6 @@ then. A block's numbers have bits of their own.
 Letters: W width of a row, P numbers of its code, R of a block, N blocks, as in `codes`.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import NamedTuple, Self
 

@@ -4,8 +4,6 @@ Source: Lloyd 1982 (Least squares quantization in PCM, doi 10.1109/TIT.1982.1056
 distortion, doi 10.1109/TIT.1960.1057548), whose table I has the first of them to four digits.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ last, or evicted. A tier keeps numbers as long as these take no more memory than
 as they become codes, and never again while their token stays in the tier.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, Self
 
 import torch

@@ -3,8 +3,6 @@
 A weighted key adds exp(q·k + β) to the denominator and exp(q·k + β)·v to the numerator; an exact key has β = 0.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Refuse states of unfit shapes, dtypes or devices, all that is compared; letters as in kv_cache/__init__.py."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

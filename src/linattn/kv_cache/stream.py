@@ -5,8 +5,6 @@ exactly. As its block begins, the keys of the block before those join the merged
 they are merged by what a sample of the latest queries attends to.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Blocks, and the language model that is a list of them; letters as in nn/__init__.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast
 

@@ -1,7 +1,5 @@
 """When random maps draw anew during training."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Exact softmax attention: what the maps are measured against and combined with; letters as in softmax/__init__.py."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

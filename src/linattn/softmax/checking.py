@@ -1,7 +1,5 @@
 """Checks of public functions' arguments, and their words; letters as in softmax/__init__.py."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Packages of faster code beside this one: whether one is there, and which tensors compiled code takes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module

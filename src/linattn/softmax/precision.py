@@ -1,7 +1,5 @@
 """The precision in which attention is computed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Whether something follows what is computed with tensors, or traces it; torch has no public names for most of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """The table of backends, and the choice among them. A new one is an object with `Backend`'s methods and a line here."""
 
-from __future__ import annotations
-
 from linattn.attention.backends.backend import Backend as Backend
 from linattn.attention.backends.backend import Call as Call
 from linattn.attention.backends.backend import Rows as Rows

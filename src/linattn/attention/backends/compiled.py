@@ -1,7 +1,5 @@
 """One token in one call of compiled code on a CPU, from linattn-compiled; letters as in blocked/__init__.py."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

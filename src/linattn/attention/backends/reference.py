@@ -5,8 +5,6 @@ log Σ_f exp(log φ_f(q) + log φ_f(k)), so that no scale overflows. Memory O(Lq
 Letters as in attention/__init__.py.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

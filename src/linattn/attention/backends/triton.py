@@ -1,7 +1,5 @@
 """Kernels for CUDA GPUs, from the package linattn-triton, which is loaded when a call names them."""
 
-from __future__ import annotations
-
 from linattn.attention.backends.backend import Backend, Call, Rows
 from linattn.attention.sums import Sums
 from linattn.softmax.extensions import missing

@@ -3,8 +3,6 @@
 Letters as in attention/__init__.py: H key/value heads, n tokens of a block.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

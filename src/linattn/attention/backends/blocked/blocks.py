@@ -1,7 +1,5 @@
 """How a fold is cut and kept: blocks of tokens, buffers, and the running sums; letters as in blocked/__init__.py."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -6,8 +6,6 @@ compiler: no loop is unrolled and the choice between joint and split blocks stay
 forward-mode derivatives raise. Letters as in blocked/__init__.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

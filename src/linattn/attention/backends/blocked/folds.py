@@ -5,8 +5,6 @@ A part of the queries is a block of tokens, or where a grouped map reads a chunk
 as in blocked/__init__.py.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

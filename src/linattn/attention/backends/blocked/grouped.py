@@ -7,8 +7,6 @@ keys under each query's own group, each row on a scale of its own, so that no la
 beside those of the state; the query features; then both parts of the output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ keys of the first half, which all of them see; and each row against its own key.
 Letters as in blocked/__init__.py, E = Dv + 1 for [v, 1]; p rectangles per head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ A graph holds tensors, numbers and strings only, so a fold travels as its path a
 tensor of the map that needs a gradient, or that belongs to the call, travels as a tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pkgutil import resolve_name
 from typing import Any
