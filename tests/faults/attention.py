@@ -296,4 +296,20 @@ FAULTS = (
         "is_causal=True, span=span)[: None if checkpoints else 1]):",
         "tests/laws/test_truth.py",
     ),
+    Fault(
+        "leave out the second place of a module",
+        "attention/bound_map.py",
+        "module.named_modules(remove_duplicate=False)",
+        "module.named_modules()",
+        "tests/feature_maps/test_tied_weights.py",
+    ),
+    Fault(
+        "leave out the second place of a weight",
+        "attention/bound_map.py",
+        "            if tensor is not None:\n                yield f",
+        "            firsts = module.named_parameters()\n"
+        '            if tensor is not None and not any(x is tensor and n != f"{prefix}.{name}" for n, x in firsts):\n'
+        "                yield f",
+        "tests/feature_maps/test_tied_weights.py",
+    ),
 )

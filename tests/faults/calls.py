@@ -77,9 +77,9 @@ FAULTS = (
     ),
     Fault(
         "keep buffers of inference mode",
-        "feature_maps/_base.py",
-        "    if not tensor.is_inference():\n        return tensor",
-        "    if True:\n        return tensor",
+        "softmax/tracing.py",
+        "is_free = torch.compiler.is_compiling() or not tensor.is_inference()",
+        "is_free = True",
         "tests/laws/test_transforms.py",
     ),
     Fault(
@@ -213,6 +213,20 @@ FAULTS = (
         "softmax/checking.py",
         " or x.is_meta",
         "",
+        "tests/laws/test_refusals.py",
+    ),
+    Fault(
+        "take sparse tensors",
+        "softmax/checking.py",
+        "x.layout != torch.strided",
+        "False",
+        "tests/laws/test_refusals.py",
+    ),
+    Fault(
+        "combine what is no partial",
+        "softmax/partial.py",
+        "if not isinstance(p, Partial)]:",
+        "if False]:",
         "tests/laws/test_refusals.py",
     ),
 )

@@ -233,4 +233,25 @@ FAULTS = (
         '"seed": config.seed',
         LANGUAGE,
     ),
+    Fault(
+        "take layers for blocks",
+        "nn/models.py",
+        "if not isinstance(block, Block)}",
+        "if False}",
+        "tests/nn/test_models.py",
+    ),
+    Fault(
+        "take a width of 0 for none",
+        "nn/models.py",
+        'if hidden_dim is None else check_count("hidden_dim", hidden_dim)',
+        "if not hidden_dim else hidden_dim",
+        "tests/nn/test_models.py",
+    ),
+    Fault(
+        "compute logits by weights without values",
+        "nn/models.py",
+        "self.embedding.weight.is_meta and not x.is_meta",
+        "False",
+        "tests/nn/test_models.py",
+    ),
 )

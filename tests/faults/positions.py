@@ -143,4 +143,25 @@ FAULTS = (
         "if True:",
         RELATIVE,
     ),
+    Fault(
+        "compute a gate beside its layer",
+        "positions/gates.py",
+        "if is_plain and dtype != x.dtype:",
+        "if True:",
+        "tests/positions/test_adapted_gates.py",
+    ),
+    Fault(
+        "take a layer with hooks for a plain one",
+        "positions/gates.py",
+        'not (linear._forward_pre_hooks or "forward" in vars(linear))',
+        "True",
+        "tests/positions/test_adapted_gates.py",
+    ),
+    Fault(
+        "compute plain gates in half precision",
+        "positions/gates.py",
+        "if is_plain and dtype != x.dtype:",
+        "if False:",
+        "tests/positions/test_adapted_gates.py",
+    ),
 )

@@ -179,3 +179,16 @@ def test_unfitted_centres_do_not_leak_the_future() -> None:
         linattn.linear_attention(query, query, query, Expansion(D, 2), is_causal=True)
     with pytest.raises(TypeError, match="use it as it is"):
         Centred(Expansion(D, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_autocast_changes_no_fit(order: int, dtype: torch.dtype) -> None:
+    """Queries far from 0: products in bfloat16 would find other clusters."""
+    query, key = (4 * normal(2, 4, 200, D) + 30).to(dtype), normal(2, 4, 200, D, seed=1).to(dtype)
+    for seed in (0, 3):
+        plain, cast = Expansion(D, 8, order=order).fit(query, key, seed=seed), Expansion(D, 8, order=order)
+        with torch.autocast("cpu", torch.bfloat16):
+            cast.fit(query, key, seed=seed)
+        assert cast.fingerprint() == plain.fingerprint()
+        assert all(map(torch.equal, cast.buffers(), plain.buffers()))

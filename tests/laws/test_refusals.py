@@ -13,6 +13,7 @@ from linattn.feature_maps import Centred, EluPlusOne, FavorPlus
 
 Q, K, V = qkv(heads=2)
 MAP = FavorPlus(8, 12)
+PART = linattn.softmax_partial(Q, K, V)
 
 
 def attend(query=Q, key=K, value=V, feature_map=MAP, **options):
@@ -139,6 +140,42 @@ TABLE: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "partials of one shape",
     ),
+    "combine-nones": (
+        lambda: linattn.combine(PART, None),
+        TypeError,
+        r"one by one, got NoneType; give combine\(first, ",
+    ),
+    "combine-tensor": (lambda: linattn.combine(PART.out, PART), TypeError, "takes Partials one by one, got Tensor"),
+    "combine-list": (lambda: linattn.combine([PART, PART]), TypeError, "takes Partials one by one, got list"),
+    "combine-pair": (lambda: linattn.combine(PART, tuple(PART)), TypeError, "takes Partials one by one, got tuple"),
+    "sparse-query": (
+        lambda: attend(query=Q.to_sparse()),
+        ValueError,
+        r"query must be a dense tensor, got one of layout torch.sparse_coo; give query.to_dense\(\)",
+    ),
+    "sparse-key": (lambda: attend(key=K.to_sparse()), ValueError, "key must be a dense tensor"),
+    "sparse-value": (
+        lambda: linattn.softmax_attention(Q, K, V.to_sparse()),
+        ValueError,
+        r"value must be a dense tensor.*value.to_dense\(\)",
+    ),
+    "sparse-merged": (
+        lambda: linattn.merged_attention(Q, K.to_sparse(), V, linattn.MergedKV(4, 8), is_causal=True),
+        ValueError,
+        "key must be a dense tensor",
+    ),
+    "sparse-mask": (
+        lambda: attend(key_mask=torch.ones(2, 37, dtype=torch.bool).to_sparse()),
+        ValueError,
+        "key_mask must be a dense tensor",
+    ),
+    "sparse-bias": (
+        lambda: attend(key_bias=torch.ones(2, 2, 37).to_sparse()),
+        ValueError,
+        "key_bias must be a dense tensor",
+    ),
+    "sparse-read": (lambda: state_of().read(MAP, Q.to_sparse()), ValueError, "tokens must be a dense tensor"),
+    "sparse-features": (lambda: MAP.query(Q[0, 0].to_sparse()), ValueError, "x must be a dense tensor"),
     "rows-index": (
         lambda: linattn.attention_rows(Q, K, MAP, torch.tensor([0.0])),
         ValueError,

@@ -122,3 +122,21 @@ def test_what_does_not_fit_is_refused() -> None:
     model = LinearLM(5, [causal])
     with pytest.raises(ValueError, match="a stream for each of 1 blocks, got 0"):
         model.forward_with_state(torch.tensor([[1]]), [])
+    with pytest.raises(TypeError, match=r"blocks must be of Block, got LinearAttention; write Block\(attention\)"):
+        LinearLM(5, [LAYERS["plain"](is_causal=True), causal])
+    with pytest.raises(TypeError, match="blocks must be of Block, got LinearAttention, SoftmaxAttention; write"):
+        LinearLM(5, [LAYERS[kind](is_causal=True) for kind in ("softmax", "plain", "random")])
+    for width in (0, -8, 2.5, True):
+        with pytest.raises(ValueError, match="hidden_dim must be an integer of at least 1, got"):
+            Block(LAYERS["plain"](), hidden_dim=width)
+
+
+def test_logits_without_the_weights_of_the_head_are_refused() -> None:
+    """Offloading leaves those of the embedding on meta by the time they are the head's: torch would give no numbers."""
+    model, x = LinearLM(5, [Block(LAYERS["plain"](is_causal=True))]), tokens(1, 3)
+    wanted = model.logits(x)
+    model.embedding.to("meta")
+    with pytest.raises(ValueError, match="embedding's weights, which are the head's too, are offloaded; keep them on"):
+        model.logits(x)
+    model.norm.to("meta")
+    assert model.logits(x.to("meta")).shape == wanted.shape

@@ -68,15 +68,13 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by dotted name, each once, those that `DataParallel` gives its replicas included."""
+    """Parameters and buffers by each of their dotted names, those that `DataParallel` gives its replicas included."""
     # A decoding step asks twice; torch's own iterators would cost it a tenth of its time.
-    seen = set()
-    for prefix, child in module.named_modules() if module._modules else (("", module),):
+    for prefix, child in module.named_modules(remove_duplicate=False) if module._modules else (("", module),):
         # A replica's parameters are plain tensors with a gradient; torch keeps their names here.
         former = vars(child).get("_former_parameters", {})
         for name, tensor in (*child._parameters.items(), *child._buffers.items(), *former.items()):
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
+            if tensor is not None:
                 yield f"{prefix}.{name}" if prefix else name, tensor
 
 

@@ -20,6 +20,7 @@ from linattn.softmax.partial import Partial, combine
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 from linattn.softmax.row_groups import RowGroups
 from linattn.softmax.tokens import Restored, register
+from linattn.softmax.tracing import outside_inference
 from linattn.softmax.weighted import attend_to_all
 
 
@@ -295,8 +296,8 @@ class State(Restored):
 
     @property
     def _relative_sums(self) -> Sums:
-        """Sums beside which a factor may stand apart."""
-        return Sums(self.S, self.z, self.m)
+        """Sums beside which a factor may stand apart, for gradients too if they were made under inference mode."""
+        return Sums(*map(outside_inference, (self.S, self.z, self.m)))
 
     def check_built_with(self, feature_map: FeatureMap) -> None:
         """Refuse another map, draw or weights than those the state was built with."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from linattn.feature_maps._digest import digest_of_weights
 from linattn.feature_maps._powers import Powers, as_powers
 from linattn.softmax.checking import check_dense
-from linattn.softmax.tracing import constant_in_graphs
+from linattn.softmax.tracing import constant_in_graphs, is_traced, outside_inference
 
 # Numbers, and the fewest tokens, of the pieces in which a map without a `write_query` of its own fills a buffer.
 _PIECE, _FEWEST = 2**17, 16
@@ -23,6 +23,9 @@ _LIVE: WeakValueDictionary[int, FeatureMap] = WeakValueDictionary()
 
 class UncastBuffers(nn.Module):
     """A module whose buffers keep their dtype and values when a model is cast, and constants wherever it is put."""
+
+    _decomposed: tuple[str, ...] = ()  # buffers whose roots or inverses are kept
+    _derived_from: list[tuple[Tensor, int | None]] | tuple[()] = ()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move with the model; buffers that were cast, and constants, are taken back where they were moved to."""
@@ -33,7 +36,46 @@ class UncastBuffers(nn.Module):
             is_constant = name in self._non_persistent_buffers_set  # No file has what `to_empty` loses.
             if moved is not None and (is_constant or moved.dtype != master.dtype):
                 self._buffers[name] = master if is_constant and moved.is_meta else master.to(moved.device)
+        self._follow_buffers()
         return self
+
+    def _versions(self) -> list[tuple[Tensor, int | None]]:
+        """The buffers, and how often each was written to, as far as torch counts."""
+        held = (x for x in self._buffers.values() if x is not None)
+        return [(x, None if x.is_inference() else x._version) for x in held]
+
+    def _follow_buffers(self) -> bool:
+        """Derive anew what depends on buffers that others wrote to or replaced, as DDP and averages of models do.
+
+        Returns whether it was: what depends on buffers that gradients or torch.func follow is read from these.
+        """
+        if torch.compiler.is_compiling():
+            return True
+        now, then = self._versions(), self._derived_from
+        if len(now) == len(then) and all(x is y and i == j for (x, i), (y, j) in zip(now, then, strict=True)):
+            return True
+        if is_traced():
+            return True
+        if not any(x.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(x) for x, _ in now):
+            self._derive_from_buffers()
+            return True
+        derived_from = [x for x, _ in then]
+        for name in self._decomposed:
+            if not any(self._buffers[name] is x for x in derived_from):
+                raise NotImplementedError(
+                    f"{type(self).__name__} keeps what it computes of {name}, a constant for gradients and torch.func; "
+                    "load other values with load_state_dict, and keep it out of what is mapped or differentiated"
+                )
+        return False
+
+    def extra_repr(self) -> str:
+        """Every setting, those of buffers as they are now."""
+        self._follow_buffers()
+        return super().extra_repr()
+
+    def _derive_from_buffers(self) -> None:
+        """Derive what depends on them, and remember for which."""
+        self._derived_from = self._versions()
 
 
 class FeatureMap(nn.Module, ABC):
@@ -77,7 +119,9 @@ class FeatureMap(nn.Module, ABC):
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """`nn.Module.register_buffer`; a tensor of a map built under inference mode serves training too."""
-        super().register_buffer(name, None if tensor is None else outside_inference(tensor), persistent)
+        super().register_buffer(
+            name, None if tensor is None else outside_inference(tensor, even_within=True), persistent
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy, or a map read from a file, is another object."""
@@ -256,14 +300,6 @@ def _pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) 
         leaf = x.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(function(leaf), leaf, grad, allow_unused=True, materialize_grads=True)
     return gradient
-
-
-def outside_inference(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of one made under inference mode, which autograd and in-place writes would refuse."""
-    if not tensor.is_inference():
-        return tensor
-    with torch.inference_mode(False):
-        return tensor.clone()
 
 
 def in_both_dtypes(*tensors: Tensor) -> dict[torch.dtype, tuple[Tensor, ...]]:

@@ -8,9 +8,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._base import FeatureMap, UncastBuffers, outside_inference
+from linattn.feature_maps._base import FeatureMap, UncastBuffers
 from linattn.feature_maps._digest import UNREAD, digest
 from linattn.softmax.checking import check_dense
+from linattn.softmax.tracing import outside_inference
 
 
 def shared(x: Tensor) -> Tensor:
@@ -52,6 +53,7 @@ class FittedMap(UncastBuffers, FeatureMap):
 
     def _fitted(self) -> tuple[Tensor, ...]:
         """The fitted tensors, once there are any."""
+        self._follow_buffers()
         fitted = tuple(getattr(self, name) for name in self.fitted_buffers)
         if fitted[0] is None:
             is_of_call = type(self).call_tensors is not FeatureMap.call_tensors
@@ -127,25 +129,24 @@ class FittedMap(UncastBuffers, FeatureMap):
 
     def _fitted_digest(self) -> str:
         """A digest of the fitted tensors, or "None"; it waits for the device once after each change of them."""
-        if self._fingerprint is not None:
+        is_derived = self._follow_buffers()
+        if is_derived and self._fingerprint is not None:
             return self._fingerprint
         held = [t for t in (getattr(self, name) for name in self.fitted_buffers) if t is not None]
         fingerprint = digest(*held) if held else str(None)
         # Another time there may be values.
-        self._fingerprint = None if fingerprint == UNREAD else fingerprint
+        self._fingerprint = fingerprint if is_derived and fingerprint != UNREAD else None
         return fingerprint
 
     def _refresh(self) -> None:
         """Forget or derive anew what depends on the fitted tensors; called after each change of them."""
         for name, buffer in self._buffers.items():
-            self._buffers[name] = None if buffer is None else outside_inference(buffer)
-        self._fingerprint = None
+            self._buffers[name] = None if buffer is None else outside_inference(buffer, even_within=True)
+        self._fingerprint, self._derived_from = None, self._versions()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move with the model; fitted tensors keep their dtype when the model is cast."""
-        super()._apply(fn, recurse)
+    def _derive_from_buffers(self) -> None:
+        """Derive what depends on the fitted tensors."""
         self._refresh()
-        return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load fitted tensors even where none, or those of another number of heads, were held before."""
@@ -156,7 +157,7 @@ class FittedMap(UncastBuffers, FeatureMap):
             device = next((buffer.device for buffer in self.buffers()), x.device)
             self._buffers[name] = torch.empty_like(x, device=device)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._refresh()
+        self._follow_buffers()
 
     def _check_saved(self, saved: dict[str, Tensor], prefix: str) -> None:
         """Refuse tensors of a checkpoint that belong to another map, to none, or were cast."""

@@ -2,7 +2,6 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -67,7 +66,8 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
     W is float64 whatever dtype the module is cast to, drawn by a CPU generator, hence the same in every process and on
     every device that has float64. `redraw` is the only other source of randomness; evaluation never draws. W and the
     seed live in `state_dict`, `repr` names every setting and `fingerprint` holds a digest of W as well. W is
-    changed by `redraw` and `load_state_dict`; values written into the buffer in place are not noticed.
+    changed by `redraw` and `load_state_dict`; what else writes to or replaces the buffers is noticed by the next call,
+    unless a compiled graph holds it.
 
     Attributes:
         projection: W, (m, D) or (H, m, D), float64.
@@ -175,6 +175,8 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
 
     def draw_digest(self) -> str:
         """A digest of W, which may have been loaded beside another draw's seed; read once after each change of W."""
+        if not self._follow_buffers():
+            return digest(self.projection)
         draw_digest = self._draw_digest or digest(self.projection)
         # Another time there may be values.
         self._draw_digest = None if draw_digest == UNREAD else draw_digest
@@ -186,13 +188,20 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
 
     def _prepare(self) -> None:
         """Cast W for the dtypes it is used with, so that a call casts nothing."""
+        self._prepared_from, self._draw_digest, self._derived_from = self.projection, None, self._versions()
         with torch.inference_mode(False), torch.no_grad():
             self._prepared = in_both_dtypes(self._weights(self.projection))
-        self._prepared_from, self._draw_digest = self.projection, None
+
+    def _derive_from_buffers(self) -> None:
+        """The seed and what is made of W."""
+        super()._derive_from_buffers()
+        self._seed = self._seed if self.seed.is_meta else int(self.seed)
+        self._prepare()
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The input in float32 or float64, and the weights in its dtype."""
         self._check(x)
+        self._follow_buffers()
         if x.dtype not in self._prepared:
             x = x.to(torch.float32)
         if self._prepared_from is not self.projection:  # swapped for one call
@@ -218,12 +227,6 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
             self._seed, self.num_rows, self.head_dim, draw=self.draw, lengths=self.lengths, num_heads=self.num_heads
         )
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move with the model, but stay float64 when the model is cast."""
-        super()._apply(fn, recurse)
-        self._prepare()
-        return self
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load, then refresh what is derived from W and the seed; a seed that comes without W is drawn from again."""
         saved, seed = state_dict.get(f"{prefix}projection"), state_dict.get(f"{prefix}seed")
@@ -238,4 +241,4 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
             self._seed = int(seed)
             if saved is None:
                 self.projection = self._draw().to(self.projection.device)
-        self._prepare()
+        self._follow_buffers()

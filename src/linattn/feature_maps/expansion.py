@@ -13,6 +13,7 @@ from torch import Tensor
 from linattn.feature_maps._arguments import check_count, check_seed, temperature
 from linattn.feature_maps._base import FeatureMap
 from linattn.feature_maps._fitted import FittedMap, by_head, grouped_sample, kmeans, means, nearest, token_mean
+from linattn.softmax.precision import outside_autocast
 
 # Tokens per head that a fit looks at, evenly spread: enough for means, and its cost stays below that of attention.
 _MOST_POINTS = 4096
@@ -211,7 +212,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
         Source: Lloyd 1982; Arthur and Vassilvitskii 2007 (k-means++).
         """
         grouped = grouped_sample(query, key, self.head_dim)
-        with torch.no_grad():
+        with torch.no_grad(), outside_autocast(key.device):
             # The samples of a batch are one sample.
             queries, keys = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (grouped, key))
             fitted = self._find(queries, keys, None, None, check_seed(seed))

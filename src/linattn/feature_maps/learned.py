@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from linattn.feature_maps._arguments import check_count, check_seed, temperature
 from linattn.feature_maps._base import FeatureMap, features
+from linattn.feature_maps._digest import digest
 from linattn.feature_maps._powers import add_multiplied_, as_powers, multiplied
 from linattn.feature_maps._random_base import draw_projection
 from linattn.softmax.precision import LOG2_E
@@ -58,6 +59,10 @@ class Exponents(nn.Module):
 
     def _operands(self, x: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
         """The input in float32 or float64, and factor·√scale·W in its dtype, (D, m) or (H, D, m)."""
+        # Those of pruning and of weight norms make W; attention has other ways than `forward`.
+        for number, hook in self._forward_pre_hooks.items():
+            if number not in self._forward_pre_hooks_with_kwargs:
+                hook(self, (x,))
         if x.dtype not in (torch.float32, torch.float64):
             x = x.to(torch.float32)
         return x, self.weight.to(x.dtype).mT * (factor * self.scale**0.5)
@@ -126,6 +131,11 @@ class LearnedMap(FeatureMap):
         super().__init__(head_dim, num_features)
         self.scale = temperature(scale, head_dim)
         self.num_heads = None if num_heads is None else check_count("num_heads", num_heads)
+
+    def draw_digest(self) -> str:
+        """A digest of the masks of pruned weights; "" where there are none."""
+        masks = [x for side in (self.of_query, self.of_key) for x in side._buffers.values() if x is not None]
+        return digest(*masks) if masks else ""
 
     def query(self, x: Tensor) -> Tensor:
         """Exponents of a query's features: (..., L, D) -> (..., L, R)."""

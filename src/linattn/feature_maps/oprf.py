@@ -1,7 +1,7 @@
 """Positive random features with the variance-optimal Gaussian tilt; letters as in feature_maps/__init__.py."""
 
 import math
-from typing import Any, Self, final
+from typing import Self, final
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class Oprf(ExponentialEstimator, FittedMap):
     _settings = (*ExponentialEstimator._settings, "_mean_square")
     mean_square: Tensor
     _mean_square: float | None = None
+    _decomposed = ("mean_square",)
     _log_constant: float = 0.0
 
     def __init__(
@@ -72,6 +73,7 @@ class Oprf(ExponentialEstimator, FittedMap):
     @property
     def tilt(self) -> float:
         """A, the coefficient of |w|²; ≤ 0."""
+        self._follow_buffers()
         if self._mean_square is None:
             raise ValueError(
                 "Oprf does not know the data's mean |x + y|²: call fit(query, key) on sample inputs, or give "
@@ -141,7 +143,7 @@ class Oprf(ExponentialEstimator, FittedMap):
         self._mean_square = None if value is None else check_number("mean_square", value)
         with torch.no_grad():
             self.mean_square.fill_(math.nan if self._mean_square is None else self._mean_square)
-        self._derive()
+        self._derive_from_buffers()
 
     def _derive(self) -> None:
         """The weights and the constant of φ for the current mean_square."""
@@ -154,10 +156,11 @@ class Oprf(ExponentialEstimator, FittedMap):
                 self._log_constant = (self._mean_square / 2 - float(log_mean_exp(at, self.head_dim, "fixed"))) / 2
         self._prepare()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load, then refresh what is derived from mean_square."""
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        if f"{prefix}mean_square" in state_dict:
-            value = float(state_dict[f"{prefix}mean_square"])
+    def _derive_from_buffers(self) -> None:
+        """And what depends on mean_square."""
+        self._derived_from = self._versions()
+        if not self.mean_square.is_meta:
+            value = float(self.mean_square)
             self._mean_square = None if math.isnan(value) else value
-            self._derive()
+        self._derive()
+        super()._derive_from_buffers()

@@ -6,9 +6,8 @@ feature_maps/__init__.py, p degree.
 """
 
 import math
-from collections.abc import Callable
 from itertools import combinations_with_replacement, pairwise
-from typing import Self, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ class MonomialMap(UncastBuffers, FeatureMap):
         # Integers, which no cast of the module to half precision can round.
         self.register_buffer("index", index, persistent=False)
         self.register_buffer("multiplicity", _multinomials(index), persistent=False)
-        self._prepare()
+        self._derive_from_buffers()
 
     def query(self, x: Tensor) -> Tensor:
         """Features: (..., L, D) -> (..., L, R)."""
@@ -58,16 +57,11 @@ class MonomialMap(UncastBuffers, FeatureMap):
         """The square of each monomial's factor, (R,), in float64."""
         return self.multiplicity.double()
 
-    def _prepare(self) -> None:
+    def _derive_from_buffers(self) -> None:
         """The factor of each monomial, (R, 1), for the dtypes it is used with, so that a call computes none."""
+        super()._derive_from_buffers()
         with torch.inference_mode(False):
             self._factors = in_both_dtypes(self._squared_factors().sqrt().unsqueeze(-1))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move with the model."""
-        super()._apply(fn, recurse)
-        self._prepare()
-        return self
 
     def _logits(self, q: Tensor, k: Tensor) -> Tensor:
         """scale·q·k in float64: (..., Lq, Lk)."""

@@ -47,7 +47,7 @@ class Sderf(ExponentialEstimator, FittedMap):
     of eigenvectors enters.
     """
 
-    fitted_buffers = ("second_moment",)
+    fitted_buffers = _decomposed = ("second_moment",)
     _fitted_sizes = (("head_dim", "head_dim"),)
     _option = "second_moment"
     second_moment: Tensor | None

@@ -56,7 +56,7 @@ class Balanced(Wrapper):
     Source: Likhosherstov et al. 2023 (arXiv 2302.00787), ADERF; the name is Moore's (1981), of balanced realisations.
     """
 
-    fitted_buffers = ("transform",)
+    fitted_buffers = _decomposed = ("transform",)
     _fitted_sizes = (("head_dim", "head_dim"),)
     _option = "transform"
     _settings = ("ridge",)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
+from linattn.feature_maps._arguments import check_count
 from linattn.nn.attention import Attention
 from linattn.nn.streams import Attended, Stream
 
@@ -62,10 +63,11 @@ class Block(nn.Module):
                 f"attention must be a LinearAttention or a SoftmaxAttention, got {type(attention).__name__}"
             )
         width, weight = attention.embed_dim, attention.q_proj.weight
+        hidden_dim = 8 * -(-width // 3) if hidden_dim is None else check_count("hidden_dim", hidden_dim)
         self.attention_norm = nn.RMSNorm(width, device=weight.device, dtype=weight.dtype)
         self.attention = attention
         self.mlp_norm = nn.RMSNorm(width, device=weight.device, dtype=weight.dtype)
-        self.mlp = GatedMLP(width, hidden_dim or 8 * -(-width // 3), device=weight.device, dtype=weight.dtype)
+        self.mlp = GatedMLP(width, hidden_dim, device=weight.device, dtype=weight.dtype)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
@@ -132,6 +134,8 @@ class LinearLM(nn.Module):
     def __init__(self, vocab_size: int, blocks: Iterable[Block]) -> None:
         super().__init__()
         held = list(blocks)
+        if others := sorted({type(block).__name__ for block in held if not isinstance(block, Block)}):
+            raise TypeError(f"blocks must be of Block, got {', '.join(others)}; write Block(attention)")
         widths = sorted({block.attention.embed_dim for block in held})
         if len(widths) != 1:
             raise ValueError(f"blocks must be at least one, and of one width, got {len(held)} of widths {widths}")
@@ -180,6 +184,10 @@ class LinearLM(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits of the last block's outputs, (B, L, E) -> (B, L, V)."""
+        if self.embedding.weight.is_meta and not x.is_meta:
+            raise ValueError(
+                "the embedding's weights, which are the head's too, are offloaded; keep them on the device"
+            )
         return nn.functional.linear(self.norm(x), self.embedding.weight)
 
 

@@ -69,7 +69,7 @@ class RedrawSchedule:
         return {"num_steps": self.num_steps, "every": self.every, "seed": self.seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint: the maps have its draw afterwards, whether the model was loaded or not.
+        """Go on from a checkpoint: the maps have its draw afterwards; before a first draw they keep that of the model.
 
         Raises:
             ValueError: numbers are missing or negative.

@@ -293,7 +293,12 @@ def _projected(linear: nn.Linear, x: Tensor) -> Tensor:
     """W x + b, (B, L, E) -> (B, Hkv, L), in at least float32."""
     with outside_autocast(x.device):
         x = x.to(accumulation_dtype(x.dtype))
-        projected = nn.functional.linear(x, linear.weight.to(x.dtype), linear.bias.to(x.dtype))
+        dtype = next((weight.dtype for weight in linear.parameters() if weight.is_floating_point()), x.dtype)
+        is_plain = type(linear) is nn.Linear and not (linear._forward_pre_hooks or "forward" in vars(linear))
+        if is_plain and dtype != x.dtype:
+            projected = nn.functional.linear(x, linear.weight.to(x.dtype), linear.bias.to(x.dtype))
+        else:  # adapters, quantized, pruned and offloaded weights have a way of their own
+            projected = linear(x.to(dtype)).to(x.dtype)
         # As compiled graphs take it to be: logsigmoid's gradient follows other strides.
         return projected.mT.contiguous()
 

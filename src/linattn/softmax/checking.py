@@ -157,7 +157,7 @@ def check_dtype(name: str, x: object, dtypes: tuple[torch.dtype, ...], wanted: s
 
 
 def check_dense(**tensors: object) -> None:
-    """Refuse nested tensors, and those of which ranks hold parts."""
+    """Refuse nested and sparse tensors, and those of which ranks hold parts."""
     for name, x in tensors.items():
         if type(x).__name__ == "DTensor":  # To import it takes longer than all of linattn.
             raise ValueError(
@@ -172,6 +172,8 @@ def check_dense(**tensors: object) -> None:
                 "and x.offsets() of a jagged x of shape (B, H, L, width); or pad them, and say with "
                 "key_mask where tokens are"
             )
+        if isinstance(x, torch.Tensor) and x.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, got one of layout {x.layout}; give {name}.to_dense()")
 
 
 def check_indices(indices: Tensor, name: str = "indices") -> None:

@@ -93,6 +93,8 @@ def combine(*partials: Partial) -> Partial:
     """
     if not partials:
         raise ValueError("combine needs at least one Partial, got none")
+    if wrong := [type(p).__name__ for p in partials if not isinstance(p, Partial)]:
+        raise TypeError(f"combine takes Partials one by one, got {', '.join(wrong)}; give combine(first, second)")
     shapes = [(tuple(p.out.shape), tuple(p.log_normalizer.shape)) for p in partials]
     if any(shape != shapes[0] for shape in shapes):  # Sizes that a graph leaves open have no hash.
         raise ValueError(

@@ -49,3 +49,12 @@ def has_values(x: Tensor) -> bool:
 def _has_mode(name: str) -> bool:
     """Whether a dispatch mode of torch's tracers is at work."""
     return torch._C._get_dispatch_mode(getattr(torch._C._TorchDispatchModeKey, name)) is not None
+
+
+def outside_inference(tensor: Tensor, *, even_within: bool = False) -> Tensor:
+    """The tensor, or a copy of one made under an inference mode that is over: autograd and writes refuse such."""
+    is_free = torch.compiler.is_compiling() or not tensor.is_inference()  # graphs hold none
+    if is_free or (torch.is_inference_mode_enabled() and not even_within):
+        return tensor
+    with torch.inference_mode(False):
+        return tensor.clone()

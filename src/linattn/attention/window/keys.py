@@ -12,7 +12,7 @@ from torch import Tensor
 from linattn.feature_maps import FeatureMap
 from linattn.softmax.row_groups import RowGroups
 from linattn.softmax.tokens import Restored, Tokens, register
-from linattn.softmax.tracing import has_values, is_followed
+from linattn.softmax.tracing import has_values, is_followed, outside_inference
 
 # Keys are numbered in 32 bits.
 _MOST = 2**31
@@ -72,8 +72,8 @@ class WindowKeys(Restored):
         return {"recent": recent, "width": self.width}
 
     def tokens(self) -> Tokens:
-        """All of them."""
-        return self.recent
+        """All of them, for gradients too."""
+        return Tokens(*map(outside_inference, self.recent))
 
     def then(self, tokens: Tokens) -> WindowKeys:
         """The keys and later ones, in the same buffer where it has places."""
