@@ -14,6 +14,13 @@ EVERYWHERE, DISTANCES = "tests/kv_cache/test_bidirectional.py", "tests/kv_cache/
 
 FAULTS = (
     Fault(
+        "let masked tokens take the room of live ones",
+        ROOM + "live_tokens.py",
+        "if not _has_holes(live, before, is_stream=is_stream):",
+        "if True:",
+        PADDING,
+    ),
+    Fault(
         "merge keys that every row sees as they are",
         ROOM + "bidirectional.py",
         "max(config.num_merged, 2 * (config.window or 0))",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -199,3 +201,16 @@ def test_one_large_coordinate_leaves_the_others_their_levels() -> None:
 
     plain, spread = (Codes.of(rows, bits, 16).rows(bits, 32, x.dtype) for rows in (x, mixed(x, 32)))
     assert error(mixed(spread, 32)) < 0.6 * error(plain)
+
+
+_NUMBERS = (
+    "import torch; torch.set_default_dtype(torch.{}); from linattn.kv_cache import frames, levels; "
+    "from linattn.feature_maps._digest import digest; print(digest(*levels.COMPILED, frames._SIGNS))"
+)
+
+
+def test_levels_do_not_depend_on_the_default_dtype_at_import() -> None:
+    """Two processes quantize alike."""
+    commands = [[sys.executable, "-c", _NUMBERS.format(dtype)] for dtype in ("float32", "bfloat16")]
+    printed = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for command in commands]
+    assert printed[0] == printed[1] != ""

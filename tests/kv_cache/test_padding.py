@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from importlib.util import find_spec
 
 import pytest
@@ -134,3 +135,58 @@ def test_a_graph_that_knows_no_mask_chooses_alike(config: MergedKV, transform: s
     seen = mask[:, None, :, None]
     rows, wanted = (each(*full, mask).masked_fill(~seen, 0) for each in (run, attend))
     torch.testing.assert_close(rows, wanted, rtol=1e-10, atol=1e-10)
+
+
+STREAMED = (
+    MergedKV(8, 16, bits=4),
+    MergedKV(8, 16, 4, 4, ((30, 4), (20, 2))),
+    MergedKV(8, 0, None, 4, ((40, 4),)),
+    MergedKV(4, 9, bits=None, num_sinks=0),
+)
+
+
+@pytest.mark.parametrize("cuts", [(), (3, 50, 51, 97, 120), tuple(range(90, 105))], ids=len)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("config", STREAMED, ids=str)
+def test_a_stream_keeps_live_tokens_alone(config: MergedKV, place: str, backend: str, cuts: tuple[int, ...]) -> None:
+    """A text goes on after padding, cut anywhere, as one that was never padded."""
+    dtype = torch.float64 if backend == "torch" else torch.float32
+    tolerance = 1e-9 if backend == "torch" else TOLERANCE
+    _, full, mask = padded(place, torch.nan, dtype=dtype)
+    *twice, seen = (torch.cat((x, x.flip(2)), 2) for x in (*full, mask.unsqueeze(1)))
+    live = seen[0, 0].nonzero().squeeze(-1)
+    alone = [x[:1, :, live] for x in twice]
+    wanted, held = linattn.merged_attention_with_state(*alone, config, enable_gqa=True, backend=backend)
+    outs, state = [], None
+    for start, stop in itertools.pairwise((0, *cuts, 2 * PADDED)):
+        piece = [x[:, :, start:stop] for x in twice]
+        out, state = linattn.merged_attention_with_state(
+            *piece, config, state, key_mask=seen[:, 0, start:stop], enable_gqa=True, backend=backend
+        )
+        outs.append(out)
+    torch.testing.assert_close(torch.cat(outs, 2)[:1, :, live], wanted, rtol=tolerance, atol=tolerance)
+    first = state.select(torch.tensor([0]))
+    assert first.num_tokens == held.num_tokens
+    for x, y in zip(first.tokens(), held.tokens(), strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("num_queries", [20, PADDED])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("config", [MergedKV(97, 9, bits=None), MergedKV(2, 97, None, 0)], ids=str)
+def test_queries_of_masked_tokens_see_live_ones_before_them(config: MergedKV, place: str, num_queries: int) -> None:
+    """Where all live tokens have room attention is exact, for every query and in whatever pieces."""
+    _, full, mask = padded(place, 3.0)
+    state, pieces = None, []
+    query, first = qkv(batch=3, num_queries=num_queries, seed=3)[0], PADDED - num_queries
+    for start in range(0, PADDED, 40):
+        stop = min(start + 40, PADDED)
+        rows = slice(max(start - first, 0), max(stop - first, 0))
+        tokens = query[:, :, rows], *(x[:, :, start:stop] for x in full[1:])
+        out, state = linattn.merged_attention_with_state(
+            *tokens, config, state, key_mask=mask[:, start:stop], enable_gqa=True
+        )
+        pieces.append(out)
+    exact = linattn.softmax_attention(query, *full[1:], key_mask=mask, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(torch.cat(pieces, 2), exact, rtol=1e-9, atol=1e-9)

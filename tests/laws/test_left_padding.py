@@ -44,6 +44,13 @@ def padded(filling: float = torch.nan, groups: int = 2, **options: object) -> tu
     return [query, *(x.masked_fill(~mask[:, None, :, None], filling) for x in others)], mask
 
 
+def unended() -> tuple[list[Tensor], Tensor]:
+    """The tokens before any row's padding after its own."""
+    given, mask = padded()
+    stop = LENGTH - max(AFTER)
+    return [x[:, :, :stop] for x in given], mask[:, :stop]
+
+
 def streamed(
     attend: Attention, given: list[Tensor], mask: Tensor | None, cuts: tuple[int, ...], **options: object
 ) -> tuple[Tensor, State]:
@@ -187,7 +194,7 @@ def test_a_state_fades_and_moves_by_rows() -> None:
 
 def test_rows_that_begin_together_stay_as_they_are() -> None:
     """Nothing is kept by groups, and nothing told, where all begin with one token; a selection of such rows too."""
-    given, mask = padded()
+    given, mask = unended()
     for attend in KINDS.values():
         _, state = streamed(attend, given, mask, ())
         assert is_grouped(state)
@@ -236,7 +243,7 @@ def test_a_graph_that_knows_no_mask(kind: str, is_causal: bool, transform: str) 
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_that_are_not_all_rows_are_refused(kind: str, rows: object, message: str) -> None:
-    attend, (given, mask) = KINDS[kind], padded()
+    attend, (given, mask) = KINDS[kind], unended()
     _, state = streamed(attend, given, mask, ())
     field = "window" if kind == "window" else "keys"
     wrong = dataclasses.replace(state, **{field: RowGroups(rows, getattr(state, field).keys)})

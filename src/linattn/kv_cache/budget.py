@@ -130,7 +130,7 @@ def _num_sinks(budget: int) -> int:
 
 
 def kept_bytes(config: MergedKV, sizes: Sizes, num_tokens: int) -> int:
-    """The most that a stream keeps per key/value head within so many tokens, everything counted."""
+    """The most that a stream keeps per key/value head after so many tokens, everything counted."""
     blocks = config.blocks
     # Of a block so far: when it is most depends on whether merged keys are wider than those near.
     return max(_kept(config, sizes, blocks.window + number + 1, num_tokens) for number in range(blocks.size))

@@ -22,7 +22,7 @@ _LEAST = 2**-5
 # Steps of a weight's logarithm to base 2 by which coordinates are sorted: rounding alone puts none before another.
 _STEPS = 4
 # A Hadamard matrix, Sylvester's, whose corners are those of smaller sizes.
-_SIGNS = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(WIDEST)] for i in range(WIDEST)], device="cpu")
+_SIGNS = torch.tensor([[(-1) ** (i & j).bit_count() for j in range(WIDEST)] for i in range(WIDEST)], device="cpu")
 
 
 def mixed(x: Tensor, block: int) -> Tensor:

@@ -14,15 +14,16 @@ from torch import Tensor
 from linattn.kv_cache.bidirectional import attend_all_merging
 from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.keys import MergedKeys
+from linattn.kv_cache.live_tokens import Kept, attend_live_tokens
 from linattn.kv_cache.state import MergedState
 from linattn.kv_cache.state_checks import check_continues
 from linattn.kv_cache.stream import attend_causal_merging
 from linattn.softmax.checking import KeyWeights, Qkv, check_soft_cap, checked, refuse_sdpa_options
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import outside_autocast
-from linattn.softmax.row_groups import RowGroups, Streamed, attend_by_groups, turned
-from linattn.softmax.tracing import has_values
-from linattn.softmax.weighted import Reading, Scoring
+from linattn.softmax.row_groups import RowGroups, Streamed, turned
+from linattn.softmax.tracing import has_values, outside_inference
+from linattn.softmax.weighted import Reading, Scoring, attend_to_all
 
 BACKENDS = ("auto", "torch", "compiled")
 Options = tuple[bool, float | None, str]
@@ -260,9 +261,6 @@ class _GroupedTokens(NamedTuple):
         return Scoring(self.query.shape[-1] ** -0.5, self.soft_cap)
 
 
-Kept = MergedKeys | RowGroups[MergedKeys]
-
-
 def _rows(tokens: _GroupedTokens, config: MergedKV, *, with_log: bool, backend: str) -> Reading:
     """Rows of whole texts; where a mask has no values to look at, causal ones are turned by what it will hold."""
     with outside_autocast(tokens.query.device):
@@ -270,7 +268,7 @@ def _rows(tokens: _GroupedTokens, config: MergedKV, *, with_log: bool, backend: 
             return attend_all_merging(*tokens[:4], config, tokens.scoring, with_log=with_log, backend=backend)
         has_all_queries = tokens.query.shape[3] == tokens.key.shape[2]
         if tokens.bias is None or has_values(tokens.bias) or not has_all_queries:
-            return _continued(tokens, None, config, with_log=with_log, backend=backend)[0]
+            return _continued(tokens, None, config, with_log=with_log, backend=backend, is_stream=False)[0]
 
         def attend(call: _GroupedTokens) -> Reading:
             """Rows that begin with their first live token."""
@@ -281,7 +279,13 @@ def _rows(tokens: _GroupedTokens, config: MergedKV, *, with_log: bool, backend: 
 
 
 def _continued(
-    tokens: _GroupedTokens, keys: Kept | None, config: MergedKV, *, with_log: bool, backend: str
+    tokens: _GroupedTokens,
+    keys: Kept | None,
+    config: MergedKV,
+    *,
+    with_log: bool,
+    backend: str,
+    is_stream: bool = True,
 ) -> tuple[Reading, Kept]:
     """Causal rows whose blocks are counted from each row's first live token, and what is kept after all keys."""
 
@@ -290,9 +294,14 @@ def _continued(
         rows, after = attend_causal_merging(*call[:4], before, call.scoring, with_log=with_log, backend=backend)
         return Streamed(*rows, sums, after)
 
+    def read(call: _GroupedTokens, held: MergedKeys) -> Reading:
+        """Rows over what is kept alone."""
+        part = attend_to_all(call.query, held.tokens(), *call.scoring)
+        return Reading(part.out.to(call.query.dtype), part.log_normalizer if with_log else None)
+
     nothing = partial(MergedKeys.empty, config, tokens.key, tokens.value)
     with outside_autocast(tokens.query.device):
-        out, log, _, after = attend_by_groups(tokens, (), keys, nothing, attend)
+        out, log, _, after = attend_live_tokens(tokens, keys, nothing, attend, read, is_stream=is_stream)
     return Reading(out, log), after
 
 
@@ -312,7 +321,8 @@ def _begun(
         raise TypeError(f"state must be a linattn.MergedState or None, got {type(state).__name__}")
     check_continues(state.keys, grouped.key, grouped.value, config)
     state.check_tensors(grouped.key.shape[-1], grouped.query.shape[2])
-    return grouped, state.keys
+    keys, one = state.keys, state.groups[0].recent.key
+    return grouped, keys if outside_inference(one) is one else keys.each(outside_inference)
 
 
 def _checked(

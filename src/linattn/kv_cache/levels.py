@@ -67,7 +67,7 @@ _EDGES = torch.stack(
 )
 # The level next to each multiple of 1/256 from -5 to 5, of each number of bits: no two levels are nearer to each other.
 _STEPS_OF_ONE, _REACH = 256, 1280
-_LISTED = torch.arange(-_REACH, _REACH + 1, device="cpu") / _STEPS_OF_ONE
+_LISTED = torch.arange(-_REACH, _REACH + 1, dtype=torch.float32, device="cpu") / _STEPS_OF_ONE
 _NUMBERS = torch.stack([torch.searchsorted(_middles(x), _LISTED.double()) for x in _LEVELS]).int()
 _NEAREST = torch.cat([x[number] for x, number in zip(_LEVELS, _NUMBERS, strict=True)]).float()
 

@@ -17,6 +17,7 @@ from linattn.softmax.partial import Partial
 from linattn.softmax.precision import outside_autocast
 from linattn.softmax.row_groups import RowGroups
 from linattn.softmax.tokens import Restored, Tokens, register
+from linattn.softmax.tracing import outside_inference
 from linattn.softmax.weighted import attend_to_all
 
 
@@ -92,7 +93,7 @@ class MergedState(Restored):
             )
         grouped = query.unflatten(1, (sizes.heads, -1))
         with outside_autocast(query.device):
-            tokens, cap = self.tokens(), check_soft_cap(soft_cap)
+            tokens, cap = Tokens(*map(outside_inference, self.tokens())), check_soft_cap(soft_cap)
             return attend_to_all(grouped, tokens, sizes.head_dim**-0.5, cap).ungrouped()
 
     def select(self, indices: Tensor) -> MergedState:
