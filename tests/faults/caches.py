@@ -12,8 +12,109 @@ MERGED = "tests/hf/test_merged_keys.py"
 MODELS = "tests/hf/test_bounded_models.py"
 REFUSALS = "tests/hf/test_bounded_cache_refusals.py"
 WRAPPED = "tests/hf/test_wrapped_models.py"
+THREADS = "tests/hf/test_threads.py"
+RECORDED = "tests/hf/test_recorded_calls.py"
 
 FAULTS = (
+    Fault(
+        "answer the calls of other threads",
+        "hf/interception.py",
+        "or answer in _ENTERED.get()",
+        "or True",
+        THREADS,
+    ),
+    Fault(
+        "give other threads masks that their attention cannot read",
+        "hf/interception.py",
+        "    if former == NAME or (answer is not None and is_near(answer)):\n",
+        "    if True:\n",
+        THREADS,
+    ),
+    Fault(
+        "switch a model before what it had is known",
+        "hf/interception.py",
+        "            block.callback(restore, switch_to(model, NAME))\n",
+        "            block.callback(restore, switch_to(model, NAME))\n            held = implementations(model)\n"
+        "            _STANDING.update({id(part): (answer, name) for part, name in held})\n",
+        THREADS,
+    ),
+    Fault(
+        "leave layers that are computed again their softmax",
+        "hf/interception.py",
+        "isinstance(current_thread(), _DummyThread)",
+        "False",
+        THREADS,
+    ),
+    Fault(
+        "refuse other threads their weights",
+        "hf/interception.py",
+        "hook(part, *rest) if is_near(interception.answer) else None",
+        "hook(part, *rest)",
+        THREADS,
+    ),
+    Fault(
+        "say that a model is intercepted while another thread looks at it",
+        "hf/_choosing.py",
+        "    with SWITCHING:\n        refuse_intercepted(model)\n",
+        "    refuse_intercepted(model)\n    with SWITCHING:\n",
+        THREADS,
+    ),
+    Fault(
+        "keep a refusal",
+        "hf/_choosing.py",
+        "            if any(layer.reason is None for layer in probed[1]):",
+        "            if True:",
+        THREADS,
+    ),
+    Fault(
+        "empty modules that other threads read",
+        "hf/_probing.py",
+        "            if list(table) != list(former):\n",
+        "            if True:\n",
+        THREADS,
+    ),
+    Fault(
+        "look an eager function up by another class",
+        "hf/_calls.py",
+        'type(getattr(self.module, "behind", self.module))',
+        "type(self.module)",
+        THREADS,
+    ),
+    Fault(
+        "record the whole of a long call",
+        "hf/_cache_layers.py",
+        "(first := count - max(window, _RECORDED)) > 0:",
+        "(first := 0) > 0:",
+        RECORDED,
+    ),
+    Fault(
+        "record a part in the memory of the whole",
+        "hf/_cache_layers.py",
+        "pytree.tree_map_only(Tensor, Tensor.clone, made.part(None, first, count))",
+        "made.part(None, first, count)",
+        RECORDED,
+    ),
+    Fault(
+        "take back less than a wide window",
+        "hf/_cache_layers.py",
+        "count - max(window, _RECORDED)",
+        "count - _RECORDED",
+        RECORDED,
+    ),
+    Fault(
+        "learn the widths of autocast",
+        "hf/_probing.py",
+        "                block.enter_context(outside_autocast(device))\n",
+        "                pass\n",
+        "tests/hf/test_low_precision.py",
+    ),
+    Fault(
+        "accept a plan without a window",
+        "kv_cache/layer_plans.py",
+        "if MergedKV.parse(label).window is None:",
+        "if MergedKV.parse(label) is None:",
+        "lab/tests/kv_audit/test_plans.py",
+    ),
     Fault(
         "merge the keys of a decoder in the model",
         "hf/_choosing.py",
@@ -115,7 +216,7 @@ FAULTS = (
     Fault(
         "save weights without a place",
         "hf/_folders.py",
-        "    if differing := sorted(names ^ softmax_state(model).keys()):\n",
+        "    if differing := sorted(names ^ held):\n",
         "    if False:\n",
         WRAPPED,
     ),

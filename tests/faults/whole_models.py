@@ -11,7 +11,7 @@ CAPS = "tests/hf/test_soft_caps.py"
 SINKS, SINK_LAWS = "tests/hf/test_attention_sinks.py", "tests/laws/test_sinks.py"
 
 FAULTS = (
-    Fault("forget a stream's sinks", "hf/_cache_layers.py", ", sinks=call.sinks", "", SINKS),
+    Fault("forget a stream's sinks", "hf/_cache_layers.py", " made.made(sinks=call.sinks)", " made.made()", SINKS),
     Fault(
         "give sinks to any map",
         "hf/layer_attention.py",
@@ -71,8 +71,8 @@ FAULTS = (
     Fault(
         "keep layers by SDPA, whatever they had",
         "hf/_calls.py",
-        "attention_function(type(self.module), self.former)",
-        'attention_function(type(self.module), "sdpa")',
+        '"behind", self.module)), self.former)',
+        '"behind", self.module)), "sdpa")',
         PROBING,
     ),
     Fault(
@@ -85,8 +85,8 @@ FAULTS = (
     Fault(
         "leave what a probe set in a module",
         "hf/_probing.py",
-        "            part.clear()\n",
-        "",
+        "                table.clear()\n",
+        "                pass\n",
         PROBING,
     ),
     Fault(

@@ -194,3 +194,21 @@ def test_a_mask_that_its_caller_changes_is_noticed(language_model):
     mask[0, :5] = False
     with pytest.raises(ValueError, match="changes which of the 12 tokens"):
         model(IDS[:, 12:], attention_mask=mask, past_key_values=cache)
+
+
+def test_a_decoder_is_bounded_beside_a_linearized_encoder():
+    """As the report of linearize_ says of its layers."""
+    config = transformers.BartConfig(
+        vocab_size=97, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, init_std=0.4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=200,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.BartForConditionalGeneration(config).eval()
+    assert "a BoundedCache merges the keys of such layers" in str(linearize_(model, "window 2 + merged 4"))
+    text = model.generate(IDS, **GREEDY)
+    bounded = EncoderDecoderStates(BoundedCache(model, config=ENOUGH), DynamicCache())
+    assert torch.equal(model.generate(IDS, past_key_values=bounded, **GREEDY), text)
+    decoder = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4))
+    linearize_(decoder, "EluPlusOne")
+    with pytest.raises(ValueError, match="is linearized, and keeps states in a StateCache"):
+        BoundedCache(decoder, config=ENOUGH)

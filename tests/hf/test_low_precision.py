@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grid import in_turns
-from linattn.hf import StateCache, from_pretrained, linearize_, save_pretrained
+from linattn.hf import BoundedCache, StateCache, from_pretrained, linearize_, save_pretrained
 from model_inputs import ENCODERS, LANGUAGE_HEADS, OPTIONS, batch, real
 
 FAVOR = "FavorPlus(num_features=32)"
@@ -141,3 +141,11 @@ def test_a_half_model_is_saved_and_loaded_under_autocast(build, tmp_path):
         save_pretrained(model, tmp_path / "new")
         twin = from_pretrained(tmp_path / "new")
     assert torch.equal(run(twin, "bert"), run(model, "bert"))
+
+
+def test_a_budget_is_in_bytes_of_the_model_where_autocast_saw_its_first_cache(language_model):
+    """A first cache within autocast learns the model's own dtype, as one outside does."""
+    model, other = language_model("gpt2", n_embd=128), language_model("gpt2", n_embd=128)
+    with torch.autocast("cpu", torch.bfloat16):
+        within = BoundedCache(model, 64).report
+    assert within == BoundedCache(model, 64).report == BoundedCache(other, 64).report

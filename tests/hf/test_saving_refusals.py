@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import BertModel
+from transformers import BertForSequenceClassification, BertModel
 
 from grid import Learned
 from linattn.feature_maps import Taylor
@@ -81,7 +81,7 @@ def test_an_interrupted_save_leaves_nothing(model, tmp_path, monkeypatch, end):
 @pytest.mark.parametrize("name", ["linattn.json", "linattn.safetensors", "model.safetensors", "config.json"])
 def test_missing_files_are_named(folder, name):
     (folder / name).unlink()
-    words = {"linattn.json": "load it with transformers, and linearize_ it"}.get(name, "save the model again")
+    words = "save the model again"
     with pytest.raises(FileNotFoundError, match=rf"whole/{re.escape(name)} is missing.*{words}"):
         from_pretrained(folder)
     with pytest.raises(FileNotFoundError):
@@ -258,3 +258,40 @@ def test_buffers_of_another_shape(build, tmp_path):
     save_pretrained(model, tmp_path / "new")
     with pytest.raises(ValueError, match=rf"{name} is \(3,\), LlamaModel wants \(4,\)"):
         from_pretrained(tmp_path / "new")
+
+
+def test_a_model_around_a_linearized_one_is_read_as_its_refusal_says(build, tmp_path):
+    outer = BertForSequenceClassification(build("bert").config).eval().double()
+    linearize_(outer.bert, method="LearnedExponential(num_features=8)")
+    outer.save_pretrained(tmp_path)
+    with pytest.raises(
+        FileNotFoundError, match=r"a model around a linearized one was saved, load it with transformers"
+    ):
+        from_pretrained(tmp_path)
+    found = BertForSequenceClassification.from_pretrained(tmp_path, attn_implementation="sdpa", dtype="float64").eval()
+    linearize_(found.bert, method="LearnedExponential(num_features=8)")
+    found.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    inputs = batch("bert")
+    assert torch.equal(found(**inputs).logits, outer(**inputs).logits)
+
+
+def test_weights_that_a_class_would_add_are_named_without_adapters(build, tmp_path):
+    model = BertModel(build("bert").config, add_pooling_layer=False)
+    linearize_(model, method="EluPlusOne")
+    with pytest.raises(ValueError, match=r"pooler.*build it as its class does, or save the model that it is a part of"):
+        save_pretrained(model, tmp_path / "new")
+
+
+def test_links_are_followed_and_the_working_directory_stays(model, tmp_path, monkeypatch):
+    for name in ("empty", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    (tmp_path / "dangling").symlink_to(tmp_path / "new")
+    for name, target in (("link", "empty"), ("dangling", "new")):
+        save_pretrained(model, tmp_path / name)
+        assert (tmp_path / target / "linattn.json").is_file()
+        assert (tmp_path / name).is_symlink()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(FileExistsError, match="is the working directory"):
+        save_pretrained(model, ".")
+    assert not list((tmp_path / "here").iterdir())

@@ -252,3 +252,43 @@ class Bag(nn.Module):
 def test_what_is_no_model_of_transformers_is_refused_by_name(change: Any, make: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         change(make())
+
+
+def part_adapted(model: LlamaForCausalLM) -> None:
+    """PEFT trains copies of what attends."""
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["linear_attention"]))
+
+
+def part_compiled(model: LlamaForCausalLM) -> None:
+    """What attends, compiled by itself."""
+    for layer in model.model.layers:
+        layer.self_attn.linear_attention = torch.compile(layer.self_attn.linear_attention, backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [part_adapted, part_compiled])
+def test_a_wrapper_of_what_attends_is_refused_and_leaves_with_it(wrap: Any) -> None:
+    model, plain = llama(), llama()
+    plain.load_state_dict(model.state_dict())
+    linearize_(model, method="Hedgehog")
+    wrap(model)
+    with pytest.raises(TypeError, match=r"linear_attention is wrapped in .*modules_to_save=\['of_query', 'of_key'\]"):
+        model(IDS)
+    restore_(model)
+    assert not any("linear_attention" in name for name, _ in model.named_modules())
+    if wrap is part_compiled:
+        assert torch.equal(model(IDS).logits, plain(IDS).logits)
+
+
+def test_adapters_of_a_map_are_those_that_attend() -> None:
+    """The cure that the refusal names."""
+    model = llama()
+    linearize_(model, method="Hedgehog")
+    before = model(IDS).logits
+    parts = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["of_query", "of_key"])
+    wrapped = get_peft_model(model, parts).eval()
+    assert torch.equal(wrapped(IDS).logits, before)
+    with torch.enable_grad():
+        wrapped(IDS).logits.square().sum().backward()
+    copies = {name: x for name, x in wrapped.named_parameters() if "modules_to_save" in name}
+    assert len(copies) >= 4
+    assert all(x.grad is not None and bool(x.grad.any()) for x in copies.values())

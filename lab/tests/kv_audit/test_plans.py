@@ -146,6 +146,7 @@ TRIAL = stored()["trials"][0]
         ([stored(layers=[4, 2])], "layers must be different numbers in ascending order"),
         ([stored(layers=[-1, 2])], "layers must be different numbers in ascending order"),
         ([stored(labels=["window 4 + merged 9"])], "labels must be one for each layer"),
+        ([stored(labels=["", "merged 128"])], "labels: a cache has a window before its merged keys, got 'merged 128'"),
         (
             [stored(labels=["", "windw 4 + merged 9"])],
             "labels: 'windw 4' is no part of merged keys, did you mean 'window'?",

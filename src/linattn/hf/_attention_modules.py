@@ -120,10 +120,10 @@ _PLAIN: tuple[Any, Any] = ALL_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS["sdpa
 
 # Of each class of modules, where it looks its function up and what its file has for eager attention; read before a
 # model is called, since no graph can be made of reading it.
-_LOOKUPS: dict[type[nn.Module], tuple[Any, Any] | None] = {}
+_LOOKUPS: dict[type, tuple[Any, Any] | None] = {}
 
 
-def _lookup(kind: type[nn.Module]) -> tuple[Any, Any] | None:
+def _lookup(kind: type) -> tuple[Any, Any] | None:
     """Functions by name and an eager one that a class looks its attention up in; None if it looks none up."""
     if kind not in _LOOKUPS:
         _LOOKUPS[kind] = None
@@ -139,10 +139,10 @@ def _lookup(kind: type[nn.Module]) -> tuple[Any, Any] | None:
 
 
 # What each class attends by where a model was loaded with linattn's implementation.
-_DEFAULTS: dict[type[nn.Module], str] = {}
+_DEFAULTS: dict[type, str] = {}
 
 
-def attention_function(kind: type[nn.Module], implementation: str | None) -> Any:
+def attention_function(kind: type, implementation: str | None) -> Any:
     """The function that a class of attention modules would look up by the name of an implementation."""
     functions, eager = _lookup(kind) or _PLAIN
     return functions.get_interface(implementation, eager)
@@ -155,16 +155,12 @@ class Implementation(str):
 
 
 def put_before(model: PreTrainedModel, name: str) -> None:
-    """Make a model attend by a registered function that hands calls on to the implementation that the model has."""
-    # Another thread may be calling it.
-    if all(config._attn_implementation == name for config in _configs(model)):
-        return
-    for config, former in switch_to(model, name):
-        if former == name:
-            config._attn_implementation_internal = former
-        else:
-            config._attn_implementation_internal = Implementation(name)
-            config._attn_implementation_internal.former = former
+    """Make a probed model attend by a registered function that hands calls on to the implementation it has."""
+    for config in _configs(model):
+        # In one step: another thread may be calling the model.
+        if (former := config._attn_implementation) != name:
+            (implementation := Implementation(name)).former = former
+            config._attn_implementation_internal = implementation
 
 
 def take_out(model: PreTrainedModel, name: str) -> None:
@@ -185,7 +181,7 @@ def take_out(model: PreTrainedModel, name: str) -> None:
 def former_of(module: nn.Module) -> str | None:
     """Name of the attention implementation before `put_before`; the class's default where it was loaded with ours."""
     config: Any = module.config
-    name, kind = config._attn_implementation, type(module)
+    name, kind = config._attn_implementation, type(getattr(module, "behind", module))
     if isinstance(name, Implementation):
         return name.former
     if kind not in _DEFAULTS:
@@ -198,8 +194,7 @@ def former_of(module: nn.Module) -> str | None:
 
 def switch_to(model: PreTrainedModel, name: str) -> Former:
     """Make every part of a model attend by a registered function, or leave the model as it was and raise."""
-    configs = {id(config): config for config in _configs(model)}.values()
-    former = tuple((config, config._attn_implementation_internal) for config in configs)
+    former = tuple(named for named in implementations(model) if not isinstance(named[0], nn.Module))
     try:
         model.set_attn_implementation(name)
         # Where a part keeps its own attention, transformers only logs a warning.
@@ -221,11 +216,12 @@ def restore(former: Former) -> None:
         config._attn_implementation_internal = implementation
 
 
-def implementations(model: PreTrainedModel, former: Former) -> Iterator[tuple[nn.Module, str | None]]:
-    """Every module of a model and the attention implementation that its configuration named before a switch."""
-    names = {id(config): name for config, name in former}
-    for module in model.modules():
-        yield module, names.get(id(getattr(module, "config", model.config)), names[id(model.config)])
+def implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
+    """Every configuration and module of a model, and the attention implementation that it names, or its model's."""
+    configs = {id(config): (config, config._attn_implementation_internal) for config in _configs(model)}
+    named = ((module, id(getattr(module, "config", model.config))) for module in model.modules())
+    root = configs[id(model.config)]
+    return [*configs.values(), *((module, configs.get(place, root)[1]) for module, place in named)]
 
 
 def mark(model: PreTrainedModel) -> None:

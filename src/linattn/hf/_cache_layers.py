@@ -31,6 +31,8 @@ from linattn.softmax.row_groups import RowGroups
 
 S = TypeVar("S", State, Stream, MergedState)
 CacheKind = TypeVar("CacheKind", bound=Cache)
+# The most tokens of a call that are recorded, where the exact window is not wider: guesses are fewer.
+_RECORDED = 256
 
 
 class StatefulLayer(CacheLayerMixin, Generic[S]):
@@ -120,18 +122,19 @@ class RecordedCall(NamedTuple):
         key = self.tensors[1]
         return key.new_ones(len(key), self.num_tokens, dtype=torch.bool) if self.key_mask is None else self.key_mask
 
-    def without(self, count: int) -> RecordedCall:
-        """The call without its last tokens."""
-        length = self.num_tokens - count
-        query, key, value = (x[:, :, :length] for x in self.tensors)
-        mask = None if self.key_mask is None else self.key_mask[:, :length]
-        return self._replace(tensors=(query, key, value), key_mask=mask)
+    def part(self, before: Any, start: int, stop: int) -> RecordedCall:
+        """The call of some of the tokens, after a state."""
+        query, key, value = (x[:, :, start:stop] for x in self.tensors)
+        mask = None if self.key_mask is None else self.key_mask[:, start:stop]
+        return self._replace(before=before, tensors=(query, key, value), key_mask=mask)
+
+    def made(self, **sinks: Tensor | None) -> Any:
+        """The output (B, H, L, Dv), and the state after the call."""
+        return self.advance(*self.tensors, self.before, **self.scoring, key_mask=self.key_mask, **sinks)
 
     def state(self) -> Any:
         """The state after the call."""
-        if self.num_tokens == 0:
-            return self.before
-        return self.advance(*self.tensors, self.before, **self.scoring, key_mask=self.key_mask).state
+        return self.made().state if self.num_tokens else self.before
 
 
 Kernel = tuple[Callable[..., Any], int, Collection[str]]
@@ -162,7 +165,7 @@ class RecordingLayer(StatefulLayer[S]):
 
     def attend(self, call: InterfaceCall) -> Tensor:
         """Called by linattn's attention function: (B, L, H, Dv) for queries of the keys given to `update`."""
-        name, count, before = self.module_name, call.key.shape[-2], self.state
+        name, count = self.module_name, call.key.shape[-2]
         advance, window, takes = self._kernel(call)
         key_mask, is_causal = call.read_mask(name, self.num_tokens + count, takes=takes)
         # A single query sees all keys, causal or not.
@@ -170,15 +173,19 @@ class RecordingLayer(StatefulLayer[S]):
             raise ValueError(
                 f"{name} lets queries see later keys, which a cache of states does not hold; pass use_cache=False"
             )
-        tensors, scoring = (call.query, call.key, call.value), call.scoring
-        out, after = advance(*tensors, before, **scoring, key_mask=key_mask, sinks=call.sinks)
+        made = RecordedCall(advance, self.state, (call.query, call.key, call.value), call.scoring, key_mask)
+        if self.record_past and (first := count - max(window, _RECORDED)) > 0:
+            # Of a long call the last tokens alone are held, in memory of their own.
+            early, state = made.part(self.state, 0, first).made(sinks=call.sinks)
+            made = pytree.tree_map_only(Tensor, Tensor.clone, made.part(None, first, count))._replace(before=state)
+        out, after = made.made(sinks=call.sinks)
         self.handed = None
         self.advance_to(after, count)
         # Calls that were recorded before one that was not cannot be taken back.
         self._calls = self._calls if self.record_past else ()
         if self.record_past:
-            self.record(RecordedCall(advance, before, tensors, scoring, key_mask), window)
-        return by_token(out)
+            self.record(made, window)
+        return by_token(out if made.num_tokens == count else torch.cat((early, out), 2))
 
     def record(self, call: RecordedCall, window: int) -> None:
         """Hold a call beside the one before it, or as a part of that where a window of so many tokens holds both."""
@@ -189,7 +196,7 @@ class RecordingLayer(StatefulLayer[S]):
             self._calls = (*self._calls[-1:], call) if call.num_tokens < window else (call,)
 
     def activate_past_recording(self) -> None:
-        """Hold the last call's tokens, and as many as the exact window is wide, so that `crop` can take them back."""
+        """Hold the last call's last tokens, and as many as the exact window is wide, which `crop` can take back."""
         self.record_past = self.is_croppable = True
 
     def check_crop(self, tokens_to_remove: int) -> None:
@@ -199,9 +206,9 @@ class RecordingLayer(StatefulLayer[S]):
         count, recorded = abs(tokens_to_remove), sum(call.num_tokens for call in self._calls)
         if self.state is not None and count > recorded:
             raise ValueError(
-                f"a state cannot forget its last {count} tokens: {recorded} are recorded, those of the last call and "
-                "as many as its exact window is wide, if activate_past_recording() was called on the cache before they "
-                "came; call it, or keep a fork of the cache from before"
+                f"a state cannot forget its last {count} tokens: {recorded} are recorded, those of the last call, of "
+                f"which {_RECORDED} at most, and as many as its exact window is wide, if activate_past_recording() was "
+                "called on the cache before they came; call it, or keep a fork of the cache from before"
             )
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -214,7 +221,7 @@ class RecordingLayer(StatefulLayer[S]):
         calls: list[RecordedCall] = list(self._calls)
         while count > calls[-1].num_tokens:
             count -= calls.pop().num_tokens
-        self._calls = (*calls[:-1], calls[-1].without(count))
+        self._calls = (*calls[:-1], calls[-1].part(calls[-1].before, 0, calls[-1].num_tokens - count))
         self.state = self._calls[-1].state()
 
     def _choose(self, choice: Callable[[Tensor], Tensor]) -> None:

@@ -196,11 +196,11 @@ class _Former:
     def __init__(self, module: nn.Module, implementation: str | None) -> None:
         config: Any = copy(module.config)
         config._attn_implementation_internal = implementation
-        self._module, self.config = module, config
+        self.behind, self.config = module, config
 
     def __getattr__(self, name: str) -> Any:
         """All else is the module's."""
-        return getattr(self._module, name)
+        return getattr(self.behind, name)
 
 
 AnyMask = AskedMask | Tensor | None
@@ -297,7 +297,7 @@ class InterfaceCall:
     def by_former(self) -> tuple[Tensor, Tensor | None]:
         """The output (B, Lq, H, Dv) by the function before linattn's, with the mask it takes, and weights if any."""
         mask = self.mask.build(self.former, self.key.shape[-2]) if isinstance(self.mask, AskedMask) else self.mask
-        attend, module = attention_function(type(self.module), self.former), self.module
+        attend, module = attention_function(type(getattr(self.module, "behind", self.module)), self.former), self.module
         if self.former in _NAMELESS and self.options.get("block_indices") is not None:
             raise ValueError(f"{type(module).__name__} chooses keys by its attention implementation's name")
         named: Any = module if self.former in _NAMELESS else _Former(module, self.former)

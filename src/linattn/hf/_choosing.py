@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +15,7 @@ from linattn.hf._attention_modules import AttentionModule, attention_modules, pa
 from linattn.hf._calls import CAPS, SINKS, AskedMask
 from linattn.hf._probing import Probe, probe
 from linattn.hf.interception import NAME as INTERCEPTED
+from linattn.hf.interception import SWITCHING
 from linattn.kv_cache import MergedKV
 from linattn.kv_cache.budget import Sizes
 from linattn.methods.method import Method
@@ -174,20 +174,21 @@ class CachedLayer:
 
 # Of each model, by its dtype and layers as it was probed: a request's cache is made without a pass.
 _PROBED: WeakKeyDictionary[PreTrainedModel, tuple[object, tuple[CachedLayer, ...]]] = WeakKeyDictionary()
-# Two first requests may come at a time, and a model is probed by one of them.
-_PROBING = Lock()
 
 
 def cached_layers(model: PreTrainedModel) -> tuple[CachedLayer, ...]:
     """The layers of a model's cache, in order, learned from passes of a few tokens the first time."""
-    refuse_intercepted(model)
-    parts = [(part.name, part.cache_place, part.window) for part in attention_modules(model)]
-    shape = model.dtype, getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None), parts
-    with _PROBING:
+    # Two first requests may come at a time, and a model is probed by one of them.
+    with SWITCHING:
+        refuse_intercepted(model)
+        parts = [(part.name, part.cache_place, part.window) for part in attention_modules(model)]
+        shape = model.dtype, getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None), parts
         probed = _PROBED.get(model)
         if probed is None or probed[0] != shape:
-            probed = _PROBED[model] = shape, tuple(_probed(model))
-    return probed[1]
+            probed = shape, tuple(_probed(model))
+            if any(layer.reason is None for layer in probed[1]):  # a refusal may be another thread's doing
+                _PROBED[model] = probed
+        return probed[1]
 
 
 def _probed(model: PreTrainedModel) -> Iterator[CachedLayer]:

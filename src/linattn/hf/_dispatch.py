@@ -14,7 +14,7 @@ from linattn.hf._bounded_layers import HandedKeys
 from linattn.hf._calls import AnyMask, AskedMask, InterfaceCall, ask_mask, by_token, refuse_weights
 from linattn.hf._folders import save_linearized
 from linattn.hf.interception import NAME as INTERCEPTED
-from linattn.hf.layer_attention import ATTRIBUTE, Attending, attention_of
+from linattn.hf.layer_attention import ATTRIBUTE, Attending, LayerAttention, attention_of
 from linattn.hf.state_cache import EncoderDecoderStates, StateCache, StateLayer
 
 NAME = "linattn"
@@ -74,8 +74,9 @@ def _weights_present(attention: nn.Module) -> Iterator[None]:
 def install(model: PreTrainedModel, attentions: Sequence[Attending]) -> None:
     """Make these modules of a model attend by what was built for them and tried, and `generate` keep states."""
     # Nothing is changed before everything is built, and the switch undoes itself where a model refuses it.
+    modules = [(part, name) for part, name in implementations(model) if isinstance(part, nn.Module)]
     former = switch_to(model, NAME)
-    for module, name in implementations(model, former):
+    for module, name in modules:
         setattr(module, _FORMER, name)
     for part, attention in attentions:
         part.module.add_module(ATTRIBUTE, attention)
@@ -100,7 +101,9 @@ def uninstall(model: PreTrainedModel) -> None:
         hook.remove()
     for module in list(model.modules()):
         vars(module).pop(_FORMER, None)
-        if attention_of(module) is not None:
+        # Also one that is wrapped.
+        held = module._modules.get(ATTRIBUTE)
+        if held is not None and any(isinstance(part, LayerAttention) for part in held.modules()):
             delattr(module, ATTRIBUTE)
     for name in (_PREPARE, _SAVE, UNDO):
         vars(model).pop(name, None)

@@ -112,11 +112,14 @@ def _check_weights(model: PreTrainedModel) -> None:
     """Refuse weights that the model's class does not make of its configuration: a reader has no place for them."""
     with torch.device("meta"):
         names = type(model)(deepcopy(model.config)).state_dict().keys()
-    if differing := sorted(names ^ softmax_state(model).keys()):
+    held = softmax_state(model).keys()
+    if differing := sorted(names ^ held):
+        cure = "build it as its class does, or save the model that it is a part of"
+        if held - names:
+            cure = "merge adapters into it first (PEFT: merge_and_unload(), then save what that returns)"
         raise ValueError(
             f"the weights of {type(model).__name__} are not those of its configuration ({differing[0]!r} and "
-            f"{len(differing) - 1} more differ), and no reader of a folder would find their place; merge adapters into "
-            "it first (PEFT: merge_and_unload(), then save what that returns)"
+            f"{len(differing) - 1} more differ), and no reader of a folder would find their place; {cure}"
         )
 
 

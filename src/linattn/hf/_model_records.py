@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from linattn.attention.window import check_width
+from linattn.hf._attention_modules import MARK
 from linattn.hf.layer_attention import LayerAttention
 from linattn.kv_cache import MergedKV
 from linattn.methods.map_records import describe, rebuild
@@ -57,6 +58,12 @@ def read(folder: Path) -> ModelRecord:
     """linattn.json, its fields checked; layers and tensors are for others to check."""
     path = folder / RECORD
     if not path.is_file():
+        config = folder / "config.json"
+        if config.is_file() and MARK in config.read_text("utf-8"):
+            raise FileNotFoundError(
+                f"{path} is missing; {REMEDY}, or, if a model around a linearized one was saved, load it with "
+                "transformers and attn_implementation='sdpa', linearize_ that part, and load all weights again"
+            )
         raise FileNotFoundError(
             f"{path} is missing, so {folder} holds no linearized model: load it with transformers, and linearize_ it"
         )

@@ -19,7 +19,8 @@ from transformers.masking_utils import causal_mask_function
 from linattn.hf._attention_modules import AttentionModule
 from linattn.hf._calls import CAPS, SINKS, AskedMask, InterfaceCall, inexpressible
 from linattn.hf._dispatch import CACHES
-from linattn.hf.interception import answering
+from linattn.hf.interception import SWITCHING, answering, is_near
+from linattn.softmax.precision import outside_autocast
 
 # The attribute of keys that a probe's cache gave.
 _GIVEN = "linattn_given"
@@ -148,7 +149,7 @@ def probe(
             f"{type(model).__name__} has reorder_and_upcast_attn, which its eager attention alone obeys and linattn "
             'would turn off; load it with attn_implementation="sdpa", or with reorder_and_upcast_attn=False'
         )
-    with _undisturbed(model):
+    with SWITCHING, _undisturbed(model):
         samples = [on_device(inputs, model.device) for inputs in (example, sample) if inputs is not None]
         errors = []
         attempts = chain(example_inputs(model, has_pictures=has_pictures), samples)
@@ -205,9 +206,9 @@ def _run_with_cache(
         return frozenset(), None, frozenset()
     cached, reached = set(), set()
 
-    def note(module: nn.Module, args: Any, options: dict[str, Any]) -> None:
-        """Forward pre-hook of an attention module."""
-        if any(options.get(name) is not None for name in CACHES):
+    def note(module: nn.Module, args: Any, options: dict[str, Any] | None = None) -> None:
+        """Forward pre-hook of an attention module; another thread may meet it half registered, without keywords."""
+        if options and is_near(answer) and any(options.get(name) is not None for name in CACHES):
             cached.add(module)
 
     def answer(call: InterfaceCall) -> Tensor:
@@ -243,22 +244,26 @@ def _marked(update: Callable[..., tuple[Tensor, Tensor]], *tensors: Any, **optio
 
 @contextmanager
 def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode without gradients or graphs, which lose marks; all that modules hold is then as it was."""
+    """Evaluation mode without gradients, autocast or graphs, which lose marks; then all that modules hold as it was."""
     parts = [vars(module) for module in model.modules()]
     # What dictionaries hold too: BigBird takes other modules for short texts, and outputs are captured by hooks.
-    held = [(part, dict(part), {name: dict(x) for name, x in part.items() if isinstance(x, dict)}) for part in parts]
-    devices = {x.device.index for x in model.parameters() if x.device.type == "cuda"}
+    tables = [*parts, *(x for part in parts for x in list(part.values()) if isinstance(x, dict))]
+    held = [(table, dict(table)) for table in tables]
+    devices = {x.device for x in model.parameters() if not x.is_meta}
     try:
+        # Other threads that call the model meanwhile do so in this mode, and draw random numbers twice.
         model.train(False)
-        with torch.random.fork_rng(sorted(devices)), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with ExitStack() as block, torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            block.enter_context(torch.random.fork_rng(sorted(x.index for x in devices if x.type == "cuda")))
+            for device in devices:
+                block.enter_context(outside_autocast(device))
             yield
     finally:
-        for part, attributes, tables in held:
-            part.clear()
-            part.update(attributes)
-            for name, table in tables.items():
-                attributes[name].clear()
-                attributes[name].update(table)
+        # What is as it was is not touched, as other threads read it.
+        for table, former in held:
+            if list(table) != list(former):
+                table.clear()
+            table.update({name: x for name, x in former.items() if name not in table or table[name] is not x})
 
 
 def example_inputs(model: PreTrainedModel, *, has_pictures: bool = True) -> Iterator[Inputs]:

@@ -6,14 +6,15 @@ from pathlib import Path
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linattn.hf._attention_modules import put_before, unwrapped
+from linattn.hf._attention_modules import attention_modules, put_before, unwrapped
 from linattn.hf._bounded_layers import BoundedLayer
 from linattn.hf._cache_layers import TextCache
 from linattn.hf._calls import CachedTokens
-from linattn.hf._choosing import CachedLayer, cached_layers
+from linattn.hf._choosing import CachedLayer, cached_layers, refuse_intercepted
 from linattn.hf._dispatch import NAME
+from linattn.hf.interception import SWITCHING
 from linattn.hf.language_model import LinearLMForCausalLM
-from linattn.hf.linearization import is_linearized
+from linattn.hf.layer_attention import attention_of
 from linattn.kv_cache import MergedKV
 from linattn.kv_cache.budget import BITS_BY_DEFAULT, RECALLS, Recall, Sizes, check_budget, kept_bytes, within_budget
 from linattn.kv_cache.config import Bits
@@ -49,7 +50,7 @@ class BoundedLayerReport:
         return 0 if self.sizes is None else self.num_key_heads * self.sizes.key_bytes * num_tokens
 
     def kept_bytes(self, num_tokens: int) -> int:
-        """The most bytes that are kept within a text of so many tokens; all where the layer stays exact."""
+        """The most bytes that are kept after so many tokens, fewer once a tier is quantized; all of an exact layer."""
         if self.sizes is None or self.config is None:
             return self.exact_bytes(num_tokens)
         return self.num_key_heads * kept_bytes(self.config, self.sizes, num_tokens)
@@ -77,7 +78,8 @@ class BoundedCache(TextCache):
 
     To continue a text, give the same cache again; to try several continuations, continue from `fork`. A call that ends
     by an error leaves new tokens in some layers, which the next call refuses, or in all: go on from a fork made before.
-    `crop` needs `activate_past_recording`, which assisted generation and prompt lookup call by themselves. An
+    `crop` needs `activate_past_recording`, which assisted generation and prompt lookup call by themselves; a layer then
+    holds two states, and queries, keys and values of a call's last 256 tokens, or of two wider windows, besides. An
     encoder-decoder takes it for its self-attention: `EncoderDecoderStates(BoundedCache(model), DynamicCache())`.
 
     Cost: three forward passes of a few tokens for the first cache of a model. A step takes O(window + num_merged) per
@@ -146,7 +148,9 @@ class BoundedCache(TextCache):
             for n, layer in ((layer.number, layer) for layer in cached)
         )
         self._bounded_places = frozenset(layer.place for layer in bounded)
-        put_before(model, NAME)
+        with SWITCHING:
+            refuse_intercepted(model)
+            put_before(model, NAME)
 
     def begin(self, attention_mask: Tensor | None) -> None:
         """Refuse a call that cannot go on from here, by its mask (B, n) of the tokens so far and the new ones."""
@@ -203,7 +207,7 @@ def _refuse_prefix(model: object) -> None:
 def _check_model(model: PreTrainedModel) -> None:
     """Refuse models that a bounded cache does not serve."""
     kind = type(model).__name__
-    if is_linearized(model):
+    if any(part.cache_place is not None and attention_of(part.module) for part in attention_modules(model)):
         raise ValueError(f"{kind} is linearized, and keeps states in a StateCache; leave the budget out")
     if isinstance(model, LinearLMForCausalLM):
         raise ValueError(f"{kind} keeps a StreamCache, whose streams are as large as its blocks make them; use that")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from threading import RLock, _DummyThread, current_thread
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from linattn.hf._attention_modules import attention_modules, implementations, parts_of, restore, switch_to, unwrapped
 from linattn.hf._calls import AnyMask, InterfaceCall, ask_mask, by_token, refuse_weights
@@ -102,29 +104,37 @@ class _Interception:
 
 Answer = Callable[[InterfaceCall], Tensor]
 
-# Of each module of an intercepted model, and the attention implementation it had.
-_ANSWERS: WeakKeyDictionary[nn.Module, tuple[Answer, str | None]] = WeakKeyDictionary()
+SWITCHING = RLock()
+"""Held by a thread that switches a model, or learns from passes what its layers ask for."""
+# Of each module and configuration of an intercepted model, by place in memory: what answers, and what did before.
+_STANDING: dict[int, tuple[Answer, str | None]] = {}
+# What answers in the blocks that this thread, or task, is in.
+_ENTERED: ContextVar[tuple[Answer, ...]] = ContextVar("entered", default=())
+
+
+def is_near(answer: Answer) -> bool:
+    """True in the thread, or task, whose block this answers in, and in autograd's own, which compute layers again."""
+    is_own = torch.compiler.is_compiling() or answer in _ENTERED.get()
+    return is_own or (isinstance(current_thread(), _DummyThread) and torch._C._current_graph_task_id() >= 0)
 
 
 @contextmanager
 def answering(model: PreTrainedModel, answer: Answer) -> Iterator[None]:
-    """Every attention call of a model answered by a function, to (B, Lq, H, Dv), until the block is left."""
-    if model in _ANSWERS:
-        raise ValueError(
-            f"{type(model).__name__} is already intercepted; leave the first block before entering another"
-        )
-    # On every use: a registry may have been cleared. Without a mask function of the same name, padding would be dropped
-    # without a word.
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, ask_mask)
-    former, modules = switch_to(model, NAME), list(model.modules())
-    try:
-        _ANSWERS.update({module: (answer, name) for module, name in implementations(model, former)})
+    """Every attention call of a model, in this thread, answered by a function, to (B, Lq, H, Dv), in the block."""
+    with ExitStack() as block:
+        with SWITCHING:
+            if any(id(module) in _STANDING for module in model.modules()):
+                raise ValueError(f"{type(model).__name__} is already intercepted; leave that block before another")
+            # On every use: a registry may have been cleared, and without a mask function padding would be dropped.
+            AttentionInterface.register(NAME, _attend)
+            AttentionMaskInterface.register(NAME, _ask)
+            # Before the switch and until after its end: other threads may be calling the model.
+            held = implementations(model)
+            _STANDING.update({id(part): (answer, name) for part, name in held})
+            block.callback(lambda: [_STANDING.pop(id(part), None) for part, _ in held])
+            block.callback(restore, switch_to(model, NAME))
+        block.callback(_ENTERED.reset, _ENTERED.set((*_ENTERED.get(), answer)))
         yield
-    finally:
-        for module in modules:
-            _ANSWERS.pop(module, None)
-        restore(former)
 
 
 @contextmanager
@@ -132,7 +142,8 @@ def intercept(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
     """Answer every attention call of a model by a function, until the block is left.
 
     out = handler(AttentionCall(q, k, v, …)) in place of softmax(scale · q·k) v, in every layer but those with a sliding
-    window that the text is longer than: these attend by softmax within their window, as the model itself does.
+    window that the text is longer than: these attend by softmax within their window, as the model itself does. Calls
+    that other threads make meanwhile attend as before, to the bit.
 
     Cost: the handler's own.
 
@@ -168,21 +179,41 @@ def intercept(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
     unwrapped(model)
     model = getattr(model, "_orig_mod", model)
     interception = _Interception(handler, model)
+
+    def near(hook: Callable[..., None]) -> Callable[..., None]:
+        """A hook of this thread's passes; others may meet it half registered, without keywords."""
+        return lambda part, *rest: hook(part, *rest) if is_near(interception.answer) else None
+
     with answering(model, interception.answer), ExitStack() as hooks:
         for part in parts_of(model):
-            hooks.enter_context(part.register_forward_pre_hook(refuse_weights, with_kwargs=True))
-        with model.register_forward_pre_hook(interception.start), model.register_forward_hook(interception.finish):
-            yield
+            hooks.enter_context(part.register_forward_pre_hook(near(refuse_weights), with_kwargs=True))
+        hooks.enter_context(model.register_forward_pre_hook(near(interception.start)))
+        hooks.enter_context(model.register_forward_hook(near(interception.finish)))
+        yield
 
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: AnyMask, **options: Any
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """The registered attention function: transformers passes the options by keyword and wants (B, Lq, H, Dv)."""
-    if module not in _ANSWERS:
+    answer, former = _STANDING.get(id(module)) or (None, _standing(getattr(module, "config", None))[1])
+    if answer is None and former == NAME:
         raise RuntimeError(f"{type(module).__name__} attends by {NAME!r} outside `intercept`; use `intercept`")
-    answer, former = _ANSWERS[module]
-    return answer(InterfaceCall(module, query, key, value, attention_mask, options, former)), None
+    call = InterfaceCall(module, query, key, value, attention_mask, options, former)
+    return (answer(call), None) if answer is not None and is_near(answer) else call.by_former()
+
+
+def _ask(*sizes: Any, **options: Any) -> Any:
+    """The registered mask function: another thread's masks are those of before, which both functions can read."""
+    answer, former = _standing(options.get("config"))
+    if former == NAME or (answer is not None and is_near(answer)):
+        return ask_mask(*sizes, **options)
+    return ALL_MASK_ATTENTION_FUNCTIONS.get(former, lambda *_, **__: None)(*sizes, **options)
+
+
+def _standing(config: Any) -> tuple[Answer | None, str | None]:
+    """The answer by a configuration, and the implementation before, which is back where the block was left since."""
+    return _STANDING.get(id(config)) or (None, getattr(config, "_attn_implementation", NAME))
 
 
 class Capture(NamedTuple):

@@ -189,7 +189,14 @@ Attending = tuple[AttentionModule, LayerAttention]
 def attention_of(module: nn.Module) -> LayerAttention | None:
     """The `LayerAttention` that `linearize_` put into a module, if any."""
     attention = getattr(module, ATTRIBUTE, None)
-    return attention if isinstance(attention, LayerAttention) else None
+    if attention is None or isinstance(attention, LayerAttention):
+        return attention
+    if isinstance(attention, nn.Module) and any(isinstance(part, LayerAttention) for part in attention.modules()):
+        raise TypeError(
+            f"{type(module).__name__}.{ATTRIBUTE} is wrapped in {type(attention).__name__}, which nothing calls; wrap "
+            "or compile the model or its layers, or give PEFT a map's parts, modules_to_save=['of_query', 'of_key']"
+        )
+    return None
 
 
 def rescale_query(feature_map: FeatureMap | None, query: Tensor, scale: float) -> Tensor:

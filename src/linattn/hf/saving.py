@@ -63,7 +63,7 @@ def save_pretrained(
 
     Source: transformers' documentation, "Loading models"; the format of safetensors.
     """
-    with atomic_folder(Path(folder).expanduser().absolute()) as temporary:
+    with atomic_folder(Path(folder).expanduser().resolve()) as temporary:
         write_linearized(model, temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)

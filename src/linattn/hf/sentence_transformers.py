@@ -128,5 +128,5 @@ def save_pretrained(model: SentenceTransformer, folder: str | os.PathLike[str]) 
     whole = copy(model)
     whole._modules = OrderedDict(model._modules)
     whole._modules[name] = linear
-    with atomic_folder(Path(folder).expanduser().absolute()) as temporary:
+    with atomic_folder(Path(folder).expanduser().resolve()) as temporary:
         whole.save(str(temporary), create_model_card=False)

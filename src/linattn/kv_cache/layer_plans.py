@@ -88,7 +88,8 @@ def _read(reading: Reading, values: Any) -> MemoryPlan:
         reading.refuse(f"labels must be one for each layer of {plan.layers}, got {plan.labels}")
     try:
         for label in {label for label, choice in zip(plan.labels, plan.choices, strict=True) if choice != PLAIN}:
-            MergedKV.parse(label)
+            if MergedKV.parse(label).window is None:
+                raise ValueError(f"a cache has a window before its merged keys, got {label!r}")
     except ValueError as error:
         reading.refuse(f"labels: {error}")
     if plan.layers[0] < 0 or plan.layers != sorted(set(plan.layers)):

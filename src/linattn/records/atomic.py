@@ -37,6 +37,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     """A folder that appears under its name, with all its files, only when the block ends well: rename(2)."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not an empty folder; give a new folder, or remove it first")
+    if folder.exists() and folder.samefile("."):
+        raise FileExistsError(f"{folder} is the working directory, which would be replaced; give a new folder in it")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = _beside(folder)
     try:
