@@ -155,7 +155,7 @@ FAULTS = (
     Fault(
         "name a draw by the seed before",
         "feature_maps/_random_base.py",
-        "self._seed = self._seed if self.seed.is_meta else int(self.seed)\n",
+        "self._seed = int(self.seed) if has_number(self.seed) else self._seed\n",
         "\n",
         "tests/feature_maps/test_followed_buffers.py",
     ),

@@ -192,7 +192,7 @@ FAULTS = (
     Fault(
         "read keys of a window that autograd may not keep",
         "attention/window/keys.py",
-        "Tokens(*map(outside_inference, self.recent))",
+        "Tokens(*(outside_inference(x) for x in self.recent))",
         "self.recent",
         "tests/laws/test_inference_mode.py",
     ),

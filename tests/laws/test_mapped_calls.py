@@ -61,6 +61,9 @@ def attention(name: str, is_causal: bool) -> Callable[..., Tensor]:
         how, call = build(name).requires_grad_(False), linattn.linear_attention
 
     def attend(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor, key_bias: Tensor) -> Tensor:
+        if name in MERGED and is_causal:
+            # Where a mask cannot be read, masked tokens after the first live one take the room of others.
+            key_mask = key_mask.cumsum(-1) > 0
         options = {"key_mask": key_mask, "key_bias": key_bias, "is_causal": is_causal, "enable_gqa": True}
         return call(query, key, value, how, **options)
 

@@ -1,5 +1,7 @@
 """How a command shows a training and what is measured before and after: by a bar on a terminal, by lines elsewhere."""
 
+from __future__ import annotations
+
 import math
 import time
 from collections.abc import Callable, Iterator

@@ -3,6 +3,8 @@
 Where its weights and their moments do not fit beside each other, low-rank adapters are trained in their place.
 """
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

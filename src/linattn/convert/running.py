@@ -1,5 +1,7 @@
 """Run a model on a batch, or on the share of one process; letters as in convert/__init__.py."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """Texts to calibrate, to train, to choose the best weights, and to audit; letters as in convert/__init__.py."""
 
+from __future__ import annotations
+
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,5 +1,7 @@
 """How wrong each stage is, in every layer and as a whole, beside both baselines; letters as in convert/__init__.py."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,5 +1,7 @@
 """Maps fitted to a model's attention, and trained until their rows are its own; letters as in convert/__init__.py."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from functools import cache
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from linattn.feature_maps._digest import digest_of_weights
 from linattn.feature_maps._powers import Powers, as_powers
 from linattn.softmax.checking import check_dense
-from linattn.softmax.tracing import constant_in_graphs, is_traced, outside_inference
+from linattn.softmax.tracing import constant_in_graphs, is_fake, is_traced, outside_inference
 
 # Numbers, and the fewest tokens, of the pieces in which a map without a `write_query` of its own fills a buffer.
 _PIECE, _FEWEST = 2**17, 16
@@ -36,7 +36,7 @@ class UncastBuffers(nn.Module):
             is_constant = name in self._non_persistent_buffers_set  # No file has what `to_empty` loses.
             if moved is not None and (is_constant or moved.dtype != master.dtype):
                 self._buffers[name] = master if is_constant and moved.is_meta else master.to(moved.device)
-        self._follow_buffers()
+        self._derive_from_buffers()
         return self
 
     def _versions(self) -> list[tuple[Tensor, int | None]]:
@@ -300,6 +300,11 @@ def _pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) 
         leaf = x.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(function(leaf), leaf, grad, allow_unused=True, materialize_grads=True)
     return gradient
+
+
+def has_number(x: Tensor) -> bool:
+    """Whether a tensor of one number tells it: not on the meta device, nor under FakeTensorMode."""
+    return not (x.is_meta or is_fake(x))
 
 
 def in_both_dtypes(*tensors: Tensor) -> dict[torch.dtype, tuple[Tensor, ...]]:

@@ -157,7 +157,7 @@ class FittedMap(UncastBuffers, FeatureMap):
             device = next((buffer.device for buffer in self.buffers()), x.device)
             self._buffers[name] = torch.empty_like(x, device=device)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._follow_buffers()
+        self._derive_from_buffers()
 
     def _check_saved(self, saved: dict[str, Tensor], prefix: str) -> None:
         """Refuse tensors of a checkpoint that belong to another map, to none, or were cast."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._arguments import check_count, check_seed, temperature
-from linattn.feature_maps._base import FeatureMap, UncastBuffers, in_both_dtypes
+from linattn.feature_maps._base import FeatureMap, UncastBuffers, has_number, in_both_dtypes
 from linattn.feature_maps._digest import UNREAD, digest
 from linattn.feature_maps._moments import Lengths, Rows
 
@@ -195,7 +195,7 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
     def _derive_from_buffers(self) -> None:
         """The seed and what is made of W."""
         super()._derive_from_buffers()
-        self._seed = self._seed if self.seed.is_meta else int(self.seed)
+        self._seed = int(self.seed) if has_number(self.seed) else self._seed
         self._prepare()
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,4 +241,4 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
             self._seed = int(seed)
             if saved is None:
                 self.projection = self._draw().to(self.projection.device)
-        self._follow_buffers()
+        self._derive_from_buffers()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._arguments import check_number
+from linattn.feature_maps._base import has_number
 from linattn.feature_maps._fitted import FittedMap, grouped_sample, token_mean
 from linattn.feature_maps._moments import Lengths, combine, exponential_variance, log_mean_exp, pair_excess
 from linattn.feature_maps._random_base import Draw
@@ -159,7 +160,7 @@ class Oprf(ExponentialEstimator, FittedMap):
     def _derive_from_buffers(self) -> None:
         """And what depends on mean_square."""
         self._derived_from = self._versions()
-        if not self.mean_square.is_meta:
+        if has_number(self.mean_square):
             value = float(self.mean_square)
             self._mean_square = None if math.isnan(value) else value
         self._derive()

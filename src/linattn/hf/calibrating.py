@@ -1,5 +1,7 @@
 """Fit maps to queries and keys on samples, in memory that does not grow with them; letters as in hf/__init__.py."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

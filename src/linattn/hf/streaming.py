@@ -1,5 +1,7 @@
 """New tokens of a language model, for as long as somebody takes them, and their text; letters as in hf/__init__.py."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast

@@ -9,6 +9,8 @@ number z of it is s·l for one scale s of the row and one of the 2^b levels of i
 Letters: P numbers of a row, R of a block, N blocks.
 """
 
+from __future__ import annotations
+
 import math
 from typing import NamedTuple, Self
 

@@ -1,5 +1,7 @@
 """Ctrl-C, noted for a work that looks whether it was pressed."""
 
+from __future__ import annotations
+
 import signal
 import threading
 from collections.abc import Iterator

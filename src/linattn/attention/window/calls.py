@@ -5,6 +5,8 @@ block up to itself and of the block before exactly. As its block begins, the key
 neighbourhood and go into the map's sums for good.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from functools import partial
 

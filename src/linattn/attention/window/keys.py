@@ -73,7 +73,7 @@ class WindowKeys(Restored):
 
     def tokens(self) -> Tokens:
         """All of them, for gradients too."""
-        return Tokens(*map(outside_inference, self.recent))
+        return Tokens(*(outside_inference(x) for x in self.recent))
 
     def then(self, tokens: Tokens) -> WindowKeys:
         """The keys and later ones, in the same buffer where it has places."""
