@@ -19,13 +19,14 @@ from linattn.softmax.tracing import constant_in_graphs, is_fake, is_traced, outs
 # Numbers, and the fewest tokens, of the pieces in which a map without a `write_query` of its own fills a buffer.
 _PIECE, _FEWEST = 2**17, 16
 _LIVE: WeakValueDictionary[int, FeatureMap] = WeakValueDictionary()
+Versions = tuple[tuple[str, Tensor | None, int | None], ...]
 
 
 class UncastBuffers(nn.Module):
     """A module whose buffers keep their dtype and values when a model is cast, and constants wherever it is put."""
 
     _decomposed: tuple[str, ...] = ()  # buffers whose roots or inverses are kept
-    _derived_from: list[tuple[Tensor, int | None]] | tuple[()] = ()
+    _derived_from: Versions = ()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move with the model; buffers that were cast, and constants, are taken back where they were moved to."""
@@ -39,10 +40,10 @@ class UncastBuffers(nn.Module):
         self._derive_from_buffers()
         return self
 
-    def _versions(self) -> list[tuple[Tensor, int | None]]:
-        """The buffers, and how often each was written to, as far as torch counts."""
-        held = (x for x in self._buffers.values() if x is not None)
-        return [(x, None if x.is_inference() else x._version) for x in held]
+    def _versions(self) -> Versions:
+        """The buffers by name, and how often each was written to, as far as torch counts."""
+        held = self._buffers.items()
+        return tuple((name, x, None if x is None or x.is_inference() else x._version) for name, x in held)
 
     def _follow_buffers(self) -> bool:
         """Derive anew what depends on buffers that others wrote to or replaced, as DDP and averages of models do.
@@ -51,17 +52,21 @@ class UncastBuffers(nn.Module):
         """
         if torch.compiler.is_compiling():
             return True
-        now, then = self._versions(), self._derived_from
-        if len(now) == len(then) and all(x is y and i == j for (x, i), (y, j) in zip(now, then, strict=True)):
-            return True
+        held, then = self._buffers, self._derived_from
+        for name, x, version in then:  # a decoding step asks several times
+            if held.get(name) is not x or (version is not None and x is not None and x._version != version):
+                break
+        else:
+            if len(then) == len(held):
+                return True
         if is_traced():
             return True
-        if not any(x.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(x) for x, _ in now):
+        buffers = [x for x in held.values() if x is not None]
+        if not any(x.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(x) for x in buffers):
             self._derive_from_buffers()
             return True
-        derived_from = [x for x, _ in then]
         for name in self._decomposed:
-            if not any(self._buffers[name] is x for x in derived_from):
+            if not any(held[name] is x for _, x, _ in then):
                 raise NotImplementedError(
                     f"{type(self).__name__} keeps what it computes of {name}, a constant for gradients and torch.func; "
                     "load other values with load_state_dict, and keep it out of what is mapped or differentiated"

@@ -25,9 +25,9 @@ def attend_live_tokens(
     call: Any, keys: Kept | None, nothing: Callable[[], MergedKeys], attend: Attend, read: Read, *, is_stream: bool
 ) -> Streamed[MergedKeys]:
     """`attend_by_groups` as if no row had masked tokens; in graphs, where a mask has no values yet, they take room."""
-    if call.bias is None or not has_values(call.bias):
+    if call.bias is None or not has_values(call.bias) or not bool((dead := call.bias == -torch.inf).any()):
         return attend_by_groups(call, (), keys, nothing, attend)
-    live, before = (call.bias != -torch.inf).any(1), nothing() if keys is None else keys
+    live, before = ~dead.all(1), nothing() if keys is None else keys
     if not isinstance(before, RowGroups):
         before = RowGroups((tuple(range(len(live))),), (before,))
     if not _has_holes(live, before, is_stream=is_stream):
