@@ -127,15 +127,15 @@ FAULTS = (
     Fault(
         "hold on to what was made of buffers that others wrote to",
         "feature_maps/_base.py",
-        "all(x is y and i == j for",
-        "all(x is y for",
+        "held.get(name) is not x or (",
+        "held.get(name) is not x or (False and ",
         "tests/feature_maps/test_followed_buffers.py",
     ),
     Fault(
         "hold on to what was made of buffers that were replaced",
         "feature_maps/_base.py",
-        "all(x is y and i == j for",
-        "all(i == j for",
+        "if held.get(name) is not x or (",
+        "if (",
         "tests/feature_maps/test_followed_buffers.py",
     ),
     Fault(
