@@ -61,8 +61,7 @@ def test_recorded_calls_have_a_bound(prepared):
         assert held(cache) <= 3 * held(plain) + 2 * (RECORDED + 4) * BYTES
 
 
-@pytest.mark.parametrize("count", [1, RECORDED])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("count", "padded"), [(1, False), (RECORDED, True)])
 def test_the_end_of_a_long_call_is_taken_back(prepared, count, padded):
     """The state of the tokens before, in rows that begin late too."""
     model, new = prepared

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
-import subprocess
-import sys
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
+from linattn.kv_cache import frames as frames_room
+from linattn.kv_cache import levels as levels_room
 from linattn.kv_cache.codes import Codes, Layout, coded_bytes
 from linattn.kv_cache.frames import Frame, allocated, mixed
 from linattn.kv_cache.levels import DISTORTION, level_numbers, near_levels, table
@@ -203,14 +205,19 @@ def test_one_large_coordinate_leaves_the_others_their_levels() -> None:
     assert error(mixed(spread, 32)) < 0.6 * error(plain)
 
 
-_NUMBERS = (
-    "import torch; torch.set_default_dtype(torch.{}); from linattn.kv_cache import frames, levels; "
-    "from linattn.feature_maps._digest import digest; print(digest(*levels.COMPILED, frames._SIGNS))"
-)
-
-
-def test_levels_do_not_depend_on_the_default_dtype_at_import() -> None:
-    """Two processes quantize alike."""
-    commands = [[sys.executable, "-c", _NUMBERS.format(dtype)] for dtype in ("float32", "bfloat16")]
-    printed = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for command in commands]
-    assert printed[0] == printed[1] != ""
+@pytest.mark.parametrize("module", [levels_room, frames_room], ids=lambda module: module.__name__)
+def test_numbers_do_not_depend_on_the_default_dtype_at_import(module: ModuleType) -> None:
+    """Two processes quantize alike: a second copy of the module, imported under another default, has the same ones."""
+    spec = importlib.util.find_spec(module.__name__)
+    again = importlib.util.module_from_spec(spec)
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        spec.loader.exec_module(again)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    names = [name for name, x in vars(module).items() if isinstance(x, Tensor)]
+    assert names
+    for name in names:
+        held, other = getattr(module, name), getattr(again, name)
+        assert held.dtype == other.dtype
+        assert torch.equal(held, other)
