@@ -210,11 +210,12 @@ def test_numbers_do_not_depend_on_the_default_dtype_at_import(module: ModuleType
     """Two processes quantize alike: a second copy of the module, imported under another default, has the same ones."""
     spec = importlib.util.find_spec(module.__name__)
     again = importlib.util.module_from_spec(spec)
+    before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.bfloat16)
         spec.loader.exec_module(again)
     finally:
-        torch.set_default_dtype(torch.float32)
+        torch.set_default_dtype(before)
     names = [name for name, x in vars(module).items() if isinstance(x, Tensor)]
     assert names
     for name in names:

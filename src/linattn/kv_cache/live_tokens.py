@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from linattn.kv_cache.keys import MergedKeys
-from linattn.softmax.row_groups import RowGroups, Streamed, attend_by_groups, has_begun, in_order, rows_of
+from linattn.softmax.row_groups import RowGroups, Streamed, attend_by_groups, has_begun, in_order, rows_from, rows_of
 from linattn.softmax.tracing import has_values
 from linattn.softmax.weighted import Reading
 
@@ -39,7 +39,9 @@ def attend_live_tokens(
             alike.setdefault(tuple(patterns[row]), []).append(place)
         for pattern, places in alike.items():
             members = tuple(rows[place] for place in places)
-            parts.append((members, *_by_runs(_rows_of(call, members), pattern, rows_of(held, places), attend, read)))
+            parts.append(
+                (members, *_by_runs(rows_from(call, members, 0), pattern, rows_of(held, places), attend, read))
+            )
     each, readings, after = zip(*parts, strict=True)
     outs, logs = zip(*readings, strict=True)
     log = None if logs[0] is None else in_order(each, logs)
@@ -74,10 +76,3 @@ def _by_runs(
     if not readings:
         readings.append(read(call, keys))
     return Reading.joined(readings), keys
-
-
-def _rows_of(call: Any, rows: Sequence[int]) -> Any:
-    """Some rows of a call."""
-    index = torch.tensor(rows, device=call.key.device)
-    tokens = {name: getattr(call, name).index_select(0, index) for name in ("query", "key", "value", "bias")}
-    return call._replace(**tokens)

@@ -169,7 +169,7 @@ def attend_by_groups(
     for rows, first, group_keys in groups:
         before = [x.index_select(0, _index(rows, x)) for x in sums]
         is_waiting = first == length
-        part = attend(_rows_from(call, rows, 0 if is_waiting else first), before, group_keys)
+        part = attend(rows_from(call, rows, 0 if is_waiting else first), before, group_keys)
         parts.append(part._replace(sums=before, keys=group_keys) if is_waiting else part)
     return _together(call.query.shape[3], [group.rows for group in groups], parts)
 
@@ -246,7 +246,7 @@ def _first_live(bias: Tensor) -> Tensor:
     return (bias == -torch.inf).all(1).cumprod(-1).sum(-1)
 
 
-def _rows_from(call: Call, rows: tuple[int, ...], first: int) -> Call:
+def rows_from(call: Call, rows: tuple[int, ...], first: int) -> Call:
     """Some rows of a call, from a token on."""
     query, key, value, bias = call.query, call.key, call.value, call.bias
     if len(rows) < len(key):
