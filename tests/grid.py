@@ -212,6 +212,13 @@ def in_turns(first: Sequence[X], second: Sequence[Y], third: Sequence[Z]) -> lis
     return [(x, y, third[(i + j) % len(third)]) for i, x in enumerate(first) for j, y in enumerate(second)]
 
 
+def in_two_calls(given: Sequence[Tensor], cut: int, feature_map: FeatureMap, **options: object) -> Tensor:
+    """The outputs of a stream of queries, keys and values cut once."""
+    first, second = ([x[:, :, part] for x in given] for part in (slice(cut), slice(cut, None)))
+    out, state = linattn.linear_attention_with_state(*first, feature_map, **options)
+    return torch.cat((out, linattn.linear_attention_with_state(*second, feature_map, state, **options).out), 2)
+
+
 def tokens(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
     """Gaussian tokens, the same on every machine."""
     generator = torch.Generator().manual_seed(seed)

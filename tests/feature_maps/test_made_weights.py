@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 import linattn
-from grid import in_turns, qkv
+from grid import in_turns, in_two_calls, qkv
 from linattn.feature_maps import Centred, FeatureMap, Hedgehog, LearnedExponential
 from linattn.feature_maps.learned import Exponents, LearnedMap
 
 D, R, L = 8, 12, 23
 QUERY, KEY, VALUE = qkv(1, 2, 2, L, L)
-PARTS = (slice(0, 9), slice(9, L))
+TOKENS, CUT = (QUERY, KEY, VALUE), 9
 SIDES = (("of_query",), ("of_key",), ("of_query", "of_key"))
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 
@@ -77,23 +77,13 @@ def moved(name: str) -> LearnedMap:
     return feature_map
 
 
-def stream(feature_map: FeatureMap, **options: object) -> Tensor:
-    """Two calls, one after the other."""
-    state, outs = None, []
-    for part in PARTS:
-        given = (x[:, :, part] for x in (QUERY, KEY, VALUE))
-        out, state = linattn.linear_attention_with_state(*given, feature_map, state, **options)
-        outs.append(out)
-    return torch.cat(outs, 2)
-
-
 def calls(feature_map: LearnedMap) -> dict[str, Callable[[FeatureMap], Tensor]]:
     """Ways through attention."""
     found: dict[str, Callable[[FeatureMap], Tensor]] = {
         "causal": lambda each: linattn.linear_attention(QUERY, KEY, VALUE, each, is_causal=True),
         "bidirectional": lambda each: linattn.linear_attention(QUERY, KEY, VALUE, each),
         "reference": lambda each: linattn.linear_attention(QUERY, KEY, VALUE, each, backend="reference"),
-        "stream": stream,
+        "stream": lambda each: in_two_calls(TOKENS, CUT, each),
         "rows": lambda each: linattn.attention_rows(QUERY, KEY, each, torch.arange(L)) @ VALUE,
     }
     if feature_map.softmax_kernel:

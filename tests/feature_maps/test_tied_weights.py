@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import linattn
-from grid import qkv
+from grid import in_two_calls, qkv
 from linattn.feature_maps import Centred, FeatureMap, Hedgehog, LearnedExponential
 from linattn.positions import Gates, gated_attention_with_state
 
 D, R, L = 8, 12, 23
 QUERY, KEY, VALUE = qkv(1, 2, 2, L, L)
-PARTS = (slice(0, 9), slice(9, L))
+TOKENS, CUT = (QUERY, KEY, VALUE), 9
 
 
 class Twice(FeatureMap):
@@ -100,16 +100,6 @@ def summed(tied: FeatureMap, free: FeatureMap, loss: Callable[[FeatureMap], Tens
     return [(x, sum(wanted[name] for name in names)) for x, names in zip(found, places.values(), strict=True)]
 
 
-def stream(feature_map: FeatureMap, **options: object) -> Tensor:
-    """Two calls, one after the other."""
-    state, outs = None, []
-    for part in PARTS:
-        given = (x[:, :, part] for x in (QUERY, KEY, VALUE))
-        out, state = linattn.linear_attention_with_state(*given, feature_map, state, **options)
-        outs.append(out)
-    return torch.cat(outs, 2)
-
-
 def attend(**options: object) -> Callable[[FeatureMap], Tensor]:
     """One call."""
     return lambda each: linattn.linear_attention(QUERY, KEY, VALUE, each, **options)
@@ -126,7 +116,7 @@ WAYS: dict[str, Callable[[FeatureMap], Tensor]] = {
     "causal": attend(is_causal=True),
     "blocked": attend(is_causal=True, backend="blocked"),
     "reference": attend(is_causal=True, backend="reference"),
-    "stream": stream,
+    "stream": lambda each: in_two_calls(TOKENS, CUT, each),
     "state": absorbed,
     "rows": lambda each: linattn.attention_rows(QUERY, KEY, each, torch.arange(L)) @ VALUE,
     "packed": lambda each: linattn.linear_attention_packed(QUERY, KEY, VALUE, each, torch.tensor([0, 9, L])),
@@ -138,7 +128,7 @@ WAYS: dict[str, Callable[[FeatureMap], Tensor]] = {
 WINDOWED: dict[str, Callable[[FeatureMap], Tensor]] = {
     "window": attend(window=4),
     "causal window": attend(window=4, is_causal=True),
-    "stream with a window": lambda each: stream(each, window=4),
+    "stream with a window": lambda each: in_two_calls(TOKENS, CUT, each, window=4),
 }
 
 

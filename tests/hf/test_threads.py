@@ -71,6 +71,22 @@ class Meeting:
             assert self.may_go.wait(LONG)
 
 
+def met(meeting: Meeting, model: PreTrainedModel, plan: str, look: Callable[[PreTrainedModel], object]) -> object:
+    """What a look at a model gives while another thread calls it by a plan."""
+    layers = model.model.layers
+    with layers[0].register_forward_pre_hook(meeting.first), layers[1].register_forward_pre_hook(meeting.second):
+        meeting.plan = plan
+        if plan == "into it":
+            meeting.begin()
+        try:
+            made = look(model)
+        finally:
+            meeting.may_go.set()
+        if plan == "out of it":
+            meeting.end()
+    return made
+
+
 @pytest.mark.parametrize("plan", ["whole", "into it", "out of it"])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("look", LOOKS)
@@ -81,17 +97,7 @@ def test_calls_of_another_thread(language_model, look, call, plan):
     wanted, seen = CALLS[call](model), LOOKS[look](other)
     with ThreadPoolExecutor(1) as pool:
         meeting = Meeting(model, CALLS[call], pool)
-        layers = model.model.layers
-        with layers[0].register_forward_pre_hook(meeting.first), layers[1].register_forward_pre_hook(meeting.second):
-            meeting.plan = plan
-            if plan == "into it":
-                meeting.begin()
-            try:
-                made = LOOKS[look](model)
-            finally:
-                meeting.may_go.set()
-            if plan == "out of it":
-                meeting.end()
+        made = met(meeting, model, plan, LOOKS[look])
     assert made == seen
     assert meeting.made
     assert all(torch.equal(each, wanted) for each in meeting.made)
@@ -112,17 +118,7 @@ def test_bounded_calls_of_another_thread(language_model, plan):
     caches = [BoundedCache(model, config=FEW) for _ in range(4)]
     with ThreadPoolExecutor(1) as pool:
         meeting = Meeting(model, bounded, pool)
-        layers = model.model.layers
-        with layers[0].register_forward_pre_hook(meeting.first), layers[1].register_forward_pre_hook(meeting.second):
-            meeting.plan = plan
-            if plan == "into it":
-                meeting.begin()
-            try:
-                assert LOOKS["capture"](model) == seen
-            finally:
-                meeting.may_go.set()
-            if plan == "out of it":
-                meeting.end()
+        assert met(meeting, model, plan, LOOKS["capture"]) == seen
     assert meeting.made
     assert all(torch.equal(each, wanted) for each in meeting.made)
 
