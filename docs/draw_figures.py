@@ -36,6 +36,9 @@ _STYLE: dict[str, Any] = {
 _WIDTH, _HEIGHT = 8.6, 5.5
 _MEGA, _KIBI = 1e6, 1024
 _MERGED, _QUANTIZED = "merged keys", "sinks + window in few bits"
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+# Points by which labels move from one processor to another, whose sums are rounded otherwise.
+_ROUNDING = 0.1
 
 
 def drawings(audit: dict[str, Any]) -> dict[str, str]:
@@ -47,6 +50,14 @@ def drawings(audit: dict[str, Any]) -> dict[str, str]:
             text = text.replace(light, dark)
         files[f"{name}-dark.svg"] = text
     return files
+
+
+def is_redrawn(before: str, after: str) -> bool:
+    """Whether two files of a picture differ in more than the rounding of places."""
+    if _NUMBER.split(before) != _NUMBER.split(after):
+        return True
+    places = zip(_NUMBER.findall(before), _NUMBER.findall(after), strict=True)
+    return any(abs(float(x) - float(y)) > _ROUNDING for x, y in places)
 
 
 def pictures(audit: dict[str, Any], memory: MemorySummary) -> dict[str, Figure]:

@@ -22,7 +22,7 @@ from typing import Any
 from benchmark_tables import benchmark_table, claims_table, crossover_table, misses_table
 from benchmark_words import words_of
 from claims_tables import claims_page, claims_words
-from draw_figures import drawings, kl_words
+from draw_figures import drawings, is_redrawn, kl_words
 from explorer_figures import explorer_frame, take_explorer
 from linattn.records.atomic import atomic_file
 from linattn_lab.report.audit.summary import summarise_audit
@@ -288,6 +288,19 @@ def written() -> dict[Path, str]:
     }
 
 
+def changed(contents: dict[Path, str]) -> dict[Path, str]:
+    """Those of the files that do not have their contents yet."""
+    return {path: content for path, content in contents.items() if not _is_up_to_date(path, content)}
+
+
+def _is_up_to_date(path: Path, content: str) -> bool:
+    """Whether a file has this content, a picture but for rounding."""
+    if not path.exists():
+        return False
+    before = path.read_text(encoding="utf-8")
+    return not is_redrawn(before, content) if path.suffix == ".svg" else before == content
+
+
 def main() -> None:
     """Take figures where they are asked for, and write everything that is made of them."""
     match sys.argv[1:]:
@@ -303,7 +316,7 @@ def main() -> None:
             take_memory([Path(report) for report in sys.argv[2:]], MEMORY)
         case others:
             sys.exit(f"write_tables.py knows --take REPORT and --take-memory REPORT …, got {' '.join(others)}")
-    for path, content in written().items():
+    for path, content in changed(written()).items():
         with atomic_file(path) as file:
             file.write(content)
 

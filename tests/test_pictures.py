@@ -104,3 +104,14 @@ def test_dark_pictures_have_dark_pages_colours_and_no_file_says_when_it_was_draw
     for name, text in files.items():
         assert "<dc:date>" not in text
         assert any(colour in text for colour in astuple(LIGHT)) == name.endswith("-light.svg")
+
+
+def test_a_picture_is_the_same_on_another_processor():
+    """Its labels are placed by sums, which are rounded otherwise there."""
+    from draw_figures import is_redrawn
+
+    picture = '<path d="M 548.268557 273.158476"/><text>Expansion 16</text>'
+    assert not is_redrawn(picture, picture.replace("548.268557", "548.263526"))
+    assert is_redrawn(picture, picture.replace("548.268557", "548.5"))
+    assert is_redrawn(picture, picture.replace("Expansion 16", "Expansion 17"))
+    assert is_redrawn(picture, picture.replace("Expansion", "merged"))

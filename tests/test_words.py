@@ -38,19 +38,28 @@ def nodes(room: str) -> Iterator[tuple[str, ast.AST]]:
 
 
 def documented(room: str) -> Iterator[tuple[str, str]]:
-    """Each docstring of a room, and whose it is."""
+    """Each docstring of a room, of attributes too, and whose it is."""
     for path, node in nodes(room):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield f"{path} {getattr(node, 'name', 'module')}", ast.get_docstring(node) or ""
+        if isinstance(node, ast.Module | ast.ClassDef):
+            for part in node.body[1:]:
+                if isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant):
+                    yield f"{path}:{part.lineno}", str(part.value.value)
 
 
 def assigned(room: str) -> Iterator[tuple[str, str]]:
-    """Each variable that a room's functions assign to, and where."""
-    for path, function in nodes(room):
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            for node in ast.walk(function):
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                    yield f"{path}:{node.lineno}", node.id
+    """Each variable that a room's functions assign to or take, and where."""
+    for path, node in nodes(room):
+        place = f"{path}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.arg):
+            yield place, node.arg
+        if isinstance(node, ast.ExceptHandler) and node.name:
+            yield place, node.name
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for part in ast.walk(node):
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                    yield f"{path}:{part.lineno}", part.id
 
 
 @pytest.mark.parametrize("room", ROOMS)

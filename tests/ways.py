@@ -29,8 +29,8 @@ class Attention(NamedTuple):
 
     rows: Callable[..., Tensor]
     partial: Callable[..., Partial]
-    stream: Callable[..., linattn.Attended | linattn.MergedAttended]
-    stream_partial: Callable[..., linattn.AttendedPartial | linattn.MergedPartial]
+    stream: Callable[..., linattn.Attended]
+    stream_partial: Callable[..., linattn.AttendedPartial]
     read: Callable[[State, Tensor], Partial]
 
 

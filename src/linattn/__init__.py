@@ -17,8 +17,6 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from linattn import feature_maps as feature_maps
     from linattn import nn as nn
     from linattn import positions as positions
-    from linattn.attention import Attended as Attended
-    from linattn.attention import AttendedPartial as AttendedPartial
     from linattn.attention import State as State
     from linattn.attention import attention_rows as attention_rows
     from linattn.attention import linear_attention as linear_attention
@@ -28,14 +26,14 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from linattn.attention import linear_partial as linear_partial
     from linattn.attention import linear_partial_with_state as linear_partial_with_state
     from linattn.feature_maps import FEATURE_MAPS as FEATURE_MAPS
-    from linattn.kv_cache import MergedAttended as MergedAttended
     from linattn.kv_cache import MergedKV as MergedKV
-    from linattn.kv_cache import MergedPartial as MergedPartial
     from linattn.kv_cache import MergedState as MergedState
     from linattn.kv_cache import merged_attention as merged_attention
     from linattn.kv_cache import merged_attention_with_state as merged_attention_with_state
     from linattn.kv_cache import merged_partial as merged_partial
     from linattn.kv_cache import merged_partial_with_state as merged_partial_with_state
+    from linattn.softmax import Attended as Attended
+    from linattn.softmax import AttendedPartial as AttendedPartial
     from linattn.softmax import Partial as Partial
     from linattn.softmax import combine as combine
     from linattn.softmax import softmax_attention as softmax_attention

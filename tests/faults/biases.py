@@ -53,9 +53,16 @@ FAULTS = (
     Fault(
         "run a backend against its objections",
         "attention/backends/__init__.py",
-        "if reasons := BACKENDS[name].objections(call):",
-        "if reasons := []:",
+        "else backend.objections(call):",
+        "else []:",
         "tests/laws/test_backends.py",
+    ),
+    Fault(
+        "let autocast reach exact attention",
+        "softmax/attention.py",
+        "    with outside_autocast(query.device):\n        return _by_sdpa",
+        "    if True:\n        return _by_sdpa",
+        "tests/laws/test_precision.py",
     ),
     Fault(
         "let autocast reach the window",

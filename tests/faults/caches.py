@@ -223,15 +223,15 @@ FAULTS = (
     Fault(
         "let a decoder's queries choose among another text's keys together",
         "hf/linearization.py",
-        "    if found.reads_another_text and (attention.window is not None or attention.merged is not None):\n",
+        "    if part.reads_another_text and (attention.window is not None or attention.merged is not None):\n",
         "    if False:\n",
         "tests/hf/test_linearization_refusals.py",
     ),
     Fault(
         "let a decoder's queries move the map's centres",
         "hf/linearization.py",
-        "    is_ordered = found.is_causal or found.reads_another_text\n",
-        "    is_ordered = found.is_causal\n",
+        "    is_ordered = part.is_causal or part.reads_another_text\n",
+        "    is_ordered = part.is_causal\n",
         "tests/hf/test_linearization_refusals.py",
     ),
     Fault(

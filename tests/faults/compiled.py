@@ -17,8 +17,10 @@ FAULTS = (
     Fault("share the first head's biases", COMPILED, "1 if bias is None else bias.shape[1]", "1", LAWS),
     Fault("read sums that lie apart as if they did not", COMPILED, "(x.contiguous() for x in before)", "before", LAWS),
     Fault("write over the state", COMPILED, "Sums(*(torch.empty_like(x) for x in (S, z, m)))", "Sums(S, z, m)", LAWS),
-    Fault("cut the gradient of a state", COMPILED, "powers is None or is_followed(*before)", "powers is None", LAWS),
-    Fault("cut the gradient of a token", COMPILED, " or is_followed(*tokens, call.bias)", "", LAWS),
+    Fault("cut the gradient of a state", COMPILED, ", *(before or ())", "", LAWS),
+    Fault("cut the gradient of a token", COMPILED, "is_followed(*tokens, call.bias,", "is_followed(call.bias,", LAWS),
+    Fault("read no window in compiled code", COMPILED, "if window is not None:", "if False:", LAWS),
+    Fault("step in one thread through large states", COMPILED, "< _MANY or", "< 2 * _MANY or", LAWS),
     Fault("round rows to 32 bits", COMPILED, "rows._replace(out=out.to(call.query.dtype))", "rows", LAWS),
     Fault(
         "run with code that means something else",

@@ -84,6 +84,13 @@ FAULTS = (
         "if True:\n            return self.of(few, sample, size)",
         STREAMS,
     ),
+    Fault(
+        "quantize a full tier anew at every block",
+        MEMORY,
+        "sample, size, gone=count)",
+        "sample, size)",
+        "tests/kv_cache/test_tiers.py",
+    ),
     Fault("merge the sinks", MEMORY, "count = min(config.num_sinks", "count = min(0 * config.num_sinks", STREAMS),
     Fault(
         "read rows without their keys' mean",

@@ -68,8 +68,8 @@ FAULTS = (
     Fault(
         "believe merged keys that they fit any tokens",
         MERGED_STATE,
-        "self._fits != (head_dim, num_groups)",
-        "self._fits is None",
+        "self._fits[0] == head_dim and num_groups in (None, self._fits[1])",
+        "True",
         MERGED_LAWS,
     ),
     Fault(

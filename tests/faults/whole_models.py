@@ -141,8 +141,22 @@ FAULTS = (
     Fault(
         "decode new tokens without the ones before",
         "hf/streaming.py",
-        "        self._num_shown = len(self._tokens)\n        return new\n\n    def finish",
-        "        self._tokens, self._num_shown = [], 0\n        return new\n\n    def finish",
+        "= self._tokens[self._num_shown :], stop - self._num_shown",
+        "= [], 0",
+        TEXT,
+    ),
+    Fault(
+        "hold every token without a character",
+        "hf/streaming.py",
+        "if stop - self._num_shown < _CONTEXT or",
+        "if True or",
+        TEXT,
+    ),
+    Fault(
+        "show a character before it is whole",
+        "hf/streaming.py",
+        "whole, stop = new, stop - _UNFINISHED",
+        "whole, stop = new, stop",
         TEXT,
     ),
     Fault(

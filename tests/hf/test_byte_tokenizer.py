@@ -29,6 +29,16 @@ def test_bytes_that_are_no_text() -> None:
     assert sorted(tokenizer.get_vocab().values()) == list(range(256))
 
 
+def test_tokens_that_are_added_have_their_text() -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.add_tokens("€")
+    tokens = tokenizer("a<pad>é€")["input_ids"]
+    assert len(tokens) == 5
+    assert tokenizer.decode(tokens) == "a<pad>é€"
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == "aé€"
+
+
 def test_a_folder_without_a_tokenizer_is_read_in_bytes(tmp_path) -> None:
     model = LinearLMForCausalLM(LinearLMConfig(**SIZES)).eval()
     model.save_pretrained(tmp_path)

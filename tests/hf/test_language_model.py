@@ -341,6 +341,13 @@ def test_the_gate_is_in_blocks_of_the_kinds_named(gated: str, expected: list[boo
     assert [block.attention.gate is not None for block in blocks] == expected
 
 
+def test_a_cache_that_is_asked_for_comes_beside_a_loss() -> None:
+    made, ids = model("hybrid"), text(2, 10)
+    with torch.no_grad():
+        assert made(ids, labels=ids).past_key_values is None
+        assert made(ids, labels=ids, use_cache=True).past_key_values.get_seq_length() == 10
+
+
 def test_states_are_those_of_every_layer() -> None:
     made, ids = model("hybrid"), text(2, 10)
     with torch.no_grad():

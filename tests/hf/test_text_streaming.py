@@ -65,6 +65,22 @@ def test_bytes_that_are_no_characters(kind):
         assert decoder.finish() == ""
 
 
+@pytest.mark.parametrize("kind", ["bytes", "byte-level"])
+def test_tokens_without_a_character_are_not_all_held(kind):
+    """Nor is a character lost that begins among them."""
+    tokenizer = KINDS[kind]()
+    for number in range(60):
+        euro = tokenizer("€")["input_ids"]
+        tokens = [euro[1]] * number + euro + [euro[2]] * 60
+        decoder = IncrementalDecoder(tokenizer)
+        text = ""
+        for token in tokens:
+            text += decoder.decode(token)
+            assert len(decoder._tokens) <= 50
+        assert text + decoder.finish() == tokenizer.decode(tokens)
+        assert "€" in text
+
+
 def test_special_tokens_are_not_shown():
     tokenizer = byte_level()
     decoder = IncrementalDecoder(tokenizer)

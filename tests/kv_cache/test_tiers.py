@@ -121,6 +121,17 @@ def test_tokens_of_a_tier_in_the_merged_keys_bits_keep_their_codes_until_they_ar
         assert (tier.bias[..., :-24] != 0).any(-1).all()
 
 
+@pytest.mark.parametrize("blocks", [5, 12, 20])
+def test_a_full_tier_keeps_its_codes_as_tokens_pass_through(blocks: int) -> None:
+    """Of blocks that are a third of the tier: without those that leave it holds few enough to be quantized anew."""
+    given, config = qkv(**SIZES), MergedKV(4, 16, bits=4, coded=((12, 8),))
+    stops = 4 * blocks + 1, 4 * blocks + 5
+    before, after = (streamed(tuple(x[:, :, :stop] for x in given), config, [])[1].keys.coded[0] for stop in stops)
+    assert before.bias.shape == after.bias.shape == (*before.bias.shape[:2], 12)
+    for rows, later in zip((*before.key, *before.value), (*after.key, *after.value), strict=True):
+        assert torch.equal(rows[:, :, 4:], later[:, :, :-4])
+
+
 @pytest.mark.parametrize("recall", RECALLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_bytes_that_are_promised_are_held(recall: str, dtype: torch.dtype) -> None:

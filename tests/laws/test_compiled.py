@@ -166,21 +166,29 @@ def test_a_state_is_not_written_to() -> None:
 
 
 def test_gradients_of_a_state_go_through_plain_torch() -> None:
+    """A named backend runs or raises."""
     feature_map, inputs = build("FavorPlus"), qkv(dtype=torch.float32)
     *_, (_, state) = steps(inputs, feature_map, "compiled")
     leaf = state.S.clone().requires_grad_()
     followed = linattn.State(leaf, state.z, state.m, state.built_with)
     token = tuple(x[:, :, :1] for x in inputs)
-    grads = [
-        torch.autograd.grad(
+
+    def out(backend: str) -> torch.Tensor:
+        return linattn.linear_attention_with_state(*token, feature_map, followed, enable_gqa=True, backend=backend).out
+
+    assert torch.equal(*(torch.autograd.grad(out(backend).sum(), leaf)[0] for backend in ("auto", "blocked")))
+    with pytest.raises(ValueError, match="gradients follow this call"):
+        out("compiled")
+
+
+def test_it_has_no_window() -> None:
+    feature_map, token = build("FavorPlus"), tuple(x[:, :, :1] for x in qkv(dtype=torch.float32))
+    state = linattn.linear_attention_with_state(*token, feature_map, enable_gqa=True, window=4).state
+    for before in (None, state):
+        with pytest.raises(ValueError, match="no exact window"):
             linattn.linear_attention_with_state(
-                *token, feature_map, followed, enable_gqa=True, backend=backend
-            ).out.sum(),
-            leaf,
-        )[0]
-        for backend in ("compiled", "blocked")
-    ]
-    assert torch.equal(*grads)
+                *token, feature_map, before, enable_gqa=True, window=4, backend="compiled"
+            )
 
 
 def test_auto_takes_it_for_one_token_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,10 +244,17 @@ def test_it_says_which_map_and_direction_it_leaves_to_others() -> None:
 
 
 @pytest.mark.usefixtures("_two_threads")
-def test_it_leaves_large_states_to_several_threads() -> None:
+def test_auto_leaves_large_states_to_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name it runs whatever the number of threads."""
     many = qkv(1, 32, 32, 1, 1, value_dim=256, dtype=torch.float32)
-    with pytest.raises(ValueError, match="a state of 1,048,576 numbers is served sooner by several"):
-        linattn.linear_attention_with_state(*many, FavorPlus(8, 128), backend="compiled")
+    feature_map = FavorPlus(8, 128)
+    plain, found = (
+        linattn.linear_attention_with_state(*many, feature_map, backend=backend).out
+        for backend in ("blocked", "compiled")
+    )
+    assert (plain - found).abs().max() <= 1e-5 * plain.abs().max()
+    monkeypatch.setattr(Compiled, "attend", None)
+    linattn.linear_attention_with_state(*many, feature_map)
 
 
 def test_it_is_left_to_plain_torch_where_operations_are_watched() -> None:

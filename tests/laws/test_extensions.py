@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -50,6 +51,13 @@ def test_without_the_kernels_a_graph_says_what_to_install(monkeypatch: pytest.Mo
 
     with pytest.raises(Exception, match=r"linattn-triton is not installed"):
         torch.compile(attend, backend="eager")(*tokens)
+
+
+def test_a_package_that_misses_another_is_not_called_absent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "linattn_compiled.py").write_text("import linattn.is_elsewhere\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "linattn_compiled", raising=False)
+    assert missing("linattn_compiled") == "linattn-compiled cannot be loaded: No module named 'linattn.is_elsewhere'"
 
 
 @pytest.mark.parametrize("package", EXTENSIONS)

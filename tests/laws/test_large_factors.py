@@ -36,7 +36,7 @@ def stream(name: str, length: int = 30) -> State:
     return linattn.linear_attention_with_state(*tokens(length), feature_map, window=window).state
 
 
-def after(name: str, state: State | None, length: int = 1, **options: object) -> linattn.attention.Attended:
+def after(name: str, state: State | None, length: int = 1, **options: object) -> linattn.Attended:
     feature_map, window = STREAMS[name]
     return linattn.linear_attention_with_state(*tokens(length, 1), feature_map, state, window=window, **options)
 

@@ -152,7 +152,7 @@ def test_states_and_tokens_are_mapped_apart(name: str, length: int) -> None:
     attend = linattn.merged_attention_with_state if name in MERGED else linattn.linear_attention_with_state
     given = stacks()[:3]
 
-    def step(state: object, query: Tensor, key: Tensor, value: Tensor) -> linattn.Attended | linattn.MergedAttended:
+    def step(state: object, query: Tensor, key: Tensor, value: Tensor) -> linattn.Attended:
         return attend(query, key, value, how, state, enable_gqa=True)
 
     states = [step(None, *(x[i] for x in given)).state for i in range(COUNT)]

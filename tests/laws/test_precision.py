@@ -57,6 +57,19 @@ def test_autocast_changes_no_window(map_name: str, is_causal: bool, backend: str
     assert all(torch.equal(x, y) for x, y in zip(plain, cast, strict=True))
 
 
+@pytest.mark.parametrize("num_queries", [37, 5])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_autocast_changes_no_exact_attention(num_queries: int, is_causal: bool, is_masked: bool) -> None:
+    query, key, value = qkv(heads=2, dtype=torch.float32)
+    mask = torch.arange(key.shape[2]).expand(len(key), -1) > 2 if is_masked else None
+    options = {"key_mask": mask, "is_causal": is_causal}
+    plain = linattn.softmax_attention(query[:, :, -num_queries:], key, value, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = linattn.softmax_attention(query[:, :, -num_queries:], key, value, **options)
+    assert torch.equal(plain, cast)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_autocast_takes_mixed_dtypes_in_the_widest(case: Case) -> None:
     """Rotary positions leave queries and keys in float32 beside values in bfloat16."""
@@ -68,7 +81,8 @@ def test_autocast_takes_mixed_dtypes_in_the_widest(case: Case) -> None:
         found = case.attend(query, key, value, case.build())
         exact = linattn.softmax_attention(query, key, value, enable_gqa=True, is_causal=case.is_causal)
     assert torch.equal(found, case.attend(query, key, value.float(), case.build()))
-    assert exact.isfinite().all()
+    wanted = linattn.softmax_attention(query, key, value.float(), enable_gqa=True, is_causal=case.is_causal)
+    assert torch.equal(exact, wanted)
 
 
 def test_autocast_takes_mixed_dtypes_in_states_and_rows() -> None:

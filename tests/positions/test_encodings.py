@@ -265,7 +265,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "a mask of integers": (lambda: token_positions(torch.ones(1, 3)), TypeError, "key_mask must be a bool tensor"),
     "an odd width": (lambda: Rotary(7), ValueError, "pairs of coordinates, got an odd head_dim=7"),
-    "a base of 0": (lambda: Rotary(8, 0.0), ValueError, "base must be a finite number > 0"),
+    "a base of 0": (lambda: Rotary(8, base=0.0), ValueError, "base must be a finite number > 0"),
     "another map's width": (
         lambda: Rotary(8).bind(build("Taylor", 6)),
         ValueError,

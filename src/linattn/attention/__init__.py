@@ -5,8 +5,6 @@ key/value head, L tokens (Lq, Lk), n tokens kept or chosen, D head width, Dv val
 per head (the map's num_exponents: R for exponential maps, one per group for grouped ones, else 1).
 """
 
-from linattn.attention.functional import Attended as Attended
-from linattn.attention.functional import AttendedPartial as AttendedPartial
 from linattn.attention.functional import linear_attention as linear_attention
 from linattn.attention.functional import linear_attention_with_state as linear_attention_with_state
 from linattn.attention.functional import linear_partial as linear_partial

@@ -100,7 +100,8 @@ def check_continues(state: State, key: Tensor, value: Tensor, feature_map: Featu
     wanted, got = (*S.shape[:2], S.shape[3]), (*key.shape[:2], value.shape[-1])
     if wanted != got:
         raise ValueError(
-            f"the state holds (batch, key/value heads, value width) = {wanted}, got keys and values of {got}"
+            f"the state holds (batch, key/value heads, value width) = {wanted}, got keys and values of {got}; "
+            "begin a new state, or select its rows"
         )
     if S.dtype != accumulation_dtype(key.dtype):
         raise ValueError(

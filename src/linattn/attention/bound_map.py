@@ -35,7 +35,7 @@ class BoundMap(NamedTuple):
         """The map's logarithmic weights (B, H, G, L) of queries (B, H, G, L, D), in plain differentiable torch."""
         if self.feature_map.exponential:
             return None
-        weight: Tensor | None = self.run(lambda own, x: own.query_log_weight(x), query.device, query.flatten(2, 3))
+        weight: Tensor | None = self.run(lambda bound, x: bound.query_log_weight(x), query.device, query.flatten(2, 3))
         return None if weight is None else weight.unflatten(-1, query.shape[2:4])
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from linattn.attention._check import check_continues, checked_for, live_keys
-from linattn.attention.backends import Backend, Call, Rows, check_backend, choose
+from linattn.attention.backends import Call, Rows, check_backend, choose
 from linattn.attention.backends.backend import as_partial
 from linattn.attention.bound_map import bind
 from linattn.attention.state import State
@@ -15,33 +13,9 @@ from linattn.attention.sums import Sums, no_sums, relative_to
 from linattn.attention.window import WindowKeys, attend_with_window, check_window
 from linattn.feature_maps import FeatureMap
 from linattn.softmax.checking import KeyWeights, Qkv, refuse_sdpa_options
-from linattn.softmax.partial import Partial
+from linattn.softmax.partial import Attended, AttendedPartial, Partial
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 from linattn.softmax.row_groups import RowGroups
-
-
-class Attended(NamedTuple):
-    """Result of `linear_attention_with_state`.
-
-    Attributes:
-        out: (B, H, Lq, Dv), in the query's dtype.
-        state: the state after the last key.
-    """
-
-    out: Tensor
-    state: State
-
-
-class AttendedPartial(NamedTuple):
-    """Result of `linear_partial_with_state`.
-
-    Attributes:
-        partial: the outputs (B, H, Lq, Dv) and their log-normalisers (B, H, Lq).
-        state: the state after the last key.
-    """
-
-    partial: Partial
-    state: State
 
 
 def linear_attention(
@@ -101,7 +75,7 @@ def linear_attention(
         ValueError: shapes, devices, the map's width or heads do not fit; tensors are on the meta device; unknown
             `backend`, or one that cannot run the call, with every reason; a map that takes statistics from the call is
             used causally; a window beside a map that is not one for the softmax kernel with a positive normaliser;
-            a window where queries and keys differ in number.
+            a window where queries and keys differ in number, causally where there are more queries.
 
     Example:
         >>> import torch, linattn
@@ -118,8 +92,8 @@ def linear_attention(
     if attn_mask is not None or dropout_p:
         refuse_sdpa_options(attn_mask, dropout_p)
     tokens, weights = (query, key, value), (key_mask, key_bias)
-    call, chosen = _checked(tokens, feature_map, weights, enable_gqa, window, backend, is_causal=is_causal)
-    return _attend(call, chosen, window, None)[0].out.flatten(1, 2).to(call.value.dtype)
+    call = _checked(tokens, feature_map, weights, enable_gqa, window, backend, is_causal=is_causal)
+    return _attend(call, backend, window, None)[0].out.flatten(1, 2).to(call.value.dtype)
 
 
 def linear_partial(
@@ -137,7 +111,7 @@ def linear_partial(
 ) -> Partial:
     """`linear_attention` with its log-normaliser, to be combined with attention over other keys.
 
-        log_normalizer_i = log Σ_j φ(q_i)·φ(k_j)
+        log_normalizer_i = log Σ_j φ(q_i)·φ(k_j)·exp(b_j)
 
     Cost, arguments and errors are those of `linear_attention`.
 
@@ -152,8 +126,8 @@ def linear_partial(
         4.0
     """
     tokens, weights = (query, key, value), (key_mask, key_bias)
-    call, chosen = _checked(tokens, feature_map, weights, enable_gqa, window, backend, is_causal=is_causal)
-    rows, *_ = _attend(call := call.weighed(), chosen, window, None)
+    call = _checked(tokens, feature_map, weights, enable_gqa, window, backend, is_causal=is_causal)
+    rows, *_ = _attend(call := call.weighed(), backend, window, None)
     return (rows if isinstance(rows, Partial) else as_partial(call, rows)).ungrouped(call.value.dtype)
 
 
@@ -171,7 +145,7 @@ def linear_attention_with_state(
     backend: str = "auto",
     attn_mask: None = None,
     dropout_p: float = 0.0,
-) -> Attended:
+) -> Attended[State]:
     """Causal attention over the state's keys and these, and the state after them.
 
         S_t = S_{t-1} + φ(k_t)v_tᵀ,   z_t = z_{t-1} + φ(k_t),   out_t = φ(q_t)ᵀS_t / φ(q_t)ᵀz_t
@@ -225,7 +199,7 @@ def linear_partial_with_state(
     enable_gqa: bool = False,
     window: int | None = None,
     backend: str = "auto",
-) -> AttendedPartial:
+) -> AttendedPartial[State]:
     """`linear_attention_with_state` with log-normalisers: over the state's keys and, causally, these.
 
         log_normalizer_t = log φ(q_t)ᵀz_t
@@ -262,7 +236,7 @@ def _advance(
     backend: str,
 ) -> tuple[Call, Rows | Partial, State]:
     """The call by a map, its rows (B, Hkv, G, Lq, ·) over the state's keys and these, and the state after them."""
-    call, chosen = _checked(tokens, feature_map, weights, enable_gqa, window, backend, is_causal=True)
+    call = _checked(tokens, feature_map, weights, enable_gqa, window, backend, is_causal=True)
     apart = None
     if state is not None:
         if not isinstance(state, State):
@@ -271,7 +245,7 @@ def _advance(
         check_continues(state, call.key, call.value, feature_map, window)
         state, bias, apart = relative_to(state, call.bias, call.key.shape[2])
         call = call._replace(bias=bias)
-    rows, sums, window_keys = _attend(call := call.weighed(), chosen, window, state, is_stream=True)
+    rows, sums, window_keys = _attend(call := call.weighed(), backend, window, state, is_stream=True)
     built_with = feature_map.fingerprint() if state is None else state.built_with
     after = State(*sums, built_with, window_keys, apart).known_to_fit(call.key.shape[-1])
     return call, rows, after
@@ -286,26 +260,26 @@ def _checked(
     backend: str,
     *,
     is_causal: bool,
-) -> tuple[Call, Backend]:
-    """The call and what runs it, wrong input refused."""
+) -> Call:
+    """The call, wrong input refused."""
     query, key, value, bias = checked_for(feature_map, tokens, *weights, enable_gqa=enable_gqa)
     if window is not None:
         check_window(window, feature_map, query.shape[2], key.shape[2], is_causal=is_causal)
     check_backend(backend)
     bound, query, key = bind(feature_map, query, key, live_keys(*weights), is_causal=is_causal)
-    call = Call(bound, query.unflatten(1, (key.shape[1], -1)), key, value, bias, is_causal)
-    return call, choose(backend, call)
+    return Call(bound, query.unflatten(1, (key.shape[1], -1)), key, value, bias, is_causal)
 
 
 def _attend(
-    call: Call, backend: Backend, window: int | None, state: State | None, *, is_stream: bool = False
+    call: Call, backend: str, window: int | None, state: State | None, *, is_stream: bool = False
 ) -> tuple[Rows | Partial, Sums, WindowKeys | RowGroups[WindowKeys] | None]:
     """Rows (B, Hkv, G, Lq, ·) over the state's keys and these, the sums after them, and a window's keys."""
     key, value = call.key, call.value
     with outside_autocast(key.device):
         sizes, dtype = (key.shape[0], key.shape[1], value.shape[-1]), accumulation_dtype(key.dtype)
         before = no_sums(call.bound.feature_map, *sizes, dtype, key.device) if state is None else state.sums
+        chosen = choose(backend, call, before, window)
         if window is None:
-            return *backend.attend(call, before), None
+            return *chosen.attend(call, before), None
         keys = None if state is None else state.window
-        return attend_with_window(call.weighed(is_part=True), backend, window, before, keys, is_stream=is_stream)
+        return attend_with_window(call.weighed(is_part=True), chosen, window, before, keys, is_stream=is_stream)

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from linattn.attention._check import checked_for
-from linattn.attention.functional import Attended, linear_attention, linear_attention_with_state
+from linattn.attention.functional import linear_attention, linear_attention_with_state
 from linattn.attention.state import State
 from linattn.feature_maps import FeatureMap
 from linattn.softmax.checking import KeyWeights, Qkv, check_dtype
+from linattn.softmax.partial import Attended
 from linattn.softmax.row_groups import in_order
 from linattn.softmax.tracing import is_fake
 
@@ -79,7 +80,7 @@ def linear_attention_packed_with_state(
     key_bias: Tensor | None = None,
     enable_gqa: bool = False,
     backend: str = "auto",
-) -> Attended:
+) -> Attended[State]:
     """Causal attention to packed sequences, and the state after each: prompts of any lengths, continued as one batch.
 
     Cost, arguments and errors are those of `linear_attention_packed`; a map that takes statistics from the call must be

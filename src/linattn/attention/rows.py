@@ -31,7 +31,7 @@ def attention_rows(
 ) -> Tensor:
     """Rows of the implied attention matrix: what each chosen query attends to.
 
-        a_ij = φ(q_i)·φ(k_j) / Σ_l φ(q_i)·φ(k_l),   so that out_i = Σ_j a_ij v_j
+        a_ij = φ(q_i)·φ(k_j)·exp(b_j) / Σ_l φ(q_i)·φ(k_l)·exp(b_l),   so that out_i = Σ_j a_ij v_j
 
     O(n·Lk·R + Lk·R·D) time and O(n·Lk) memory per head for n rows; causal rows are formed with their own maximum and
     cost n·Lk·R exponentials.

@@ -107,7 +107,8 @@ class State(Restored):
             key_bias: (B, H or 1, L), floating: the logarithm of a factor on each key's weight; -inf is a masked key.
 
         Raises:
-            ValueError: another map or draw, or shapes that do not fit the state.
+            TypeError: tensors of another dtype.
+            ValueError: another map or draw, shapes that do not fit the state, or a state with a window.
         """
         self._check(feature_map, key)
         _, key, value, bias = checked_for(feature_map, (key, key, value), key_mask, key_bias, enable_gqa=False)
@@ -170,6 +171,7 @@ class State(Restored):
         """The state of both sets of keys; O(R·Dv).
 
         Raises:
+            TypeError: `other` is no State.
             ValueError: the states were built with different maps or draws, differ in shape, or have windows: two
                 streams have no common window; `flush` them first.
         """
@@ -181,7 +183,10 @@ class State(Restored):
                 "state.flush(feature_map) of each, which puts the keys of their windows into the sums"
             )
         if self.built_with != other.built_with:
-            raise ValueError(f"cannot merge states of different maps, got {self.built_with} and {other.built_with}")
+            raise ValueError(
+                f"cannot merge states of different maps, got {self.built_with} and {other.built_with}; build both with "
+                "one map, of one draw"
+            )
         for state in (self, other):
             state.check_tensors()
         for name in Sums._fields:
@@ -220,7 +225,8 @@ class State(Restored):
         fits = query.ndim == 4 and query.shape[0] == batch and query.shape[-1] == head_dim
         if not fits or not heads or query.shape[1] % heads:
             raise ValueError(
-                f"query must be (B={batch}, a multiple of {heads} heads, L, D={head_dim}), got {tuple(query.shape)}"
+                f"query must be (B={batch}, a multiple of {heads} heads, L, D={head_dim}), got {tuple(query.shape)}; "
+                "give queries of the state's rows and heads"
             )
         if self.S.device != query.device:
             raise ValueError(
@@ -237,7 +243,7 @@ class State(Restored):
         return part.times(self.apart).ungrouped(query.dtype)
 
     def select(self, indices: Tensor) -> State:
-        """The rows `indices` (1-D integer tensor) of the batch, in that order: beams, forks, compaction."""
+        """The rows `indices` (1-D integer tensor) of the batch, in that order, copied: beams, forks, compaction."""
         check_indices(indices)
         self.check_tensors()
         groups = self.window.select(indices) if isinstance(self.window, RowGroups) else None

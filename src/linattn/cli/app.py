@@ -53,7 +53,7 @@ def subcommands() -> dict[str, Subcommand]:
 MOST = 2**63 - 1
 
 ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError, MemoryError)
-"""What ends a subcommand with a message; every other exception is a fault of its own and shows where it is."""
+"""Errors that end a subcommand with a message; every other exception is a fault of its own and shows where it is."""
 
 # How torch and Python say that a size is beyond the memory.
 _NO_MEMORY = re.compile(r"Storage size calculation overflowed|can't allocate memory|out of memory|MemoryError")

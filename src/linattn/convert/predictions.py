@@ -100,11 +100,11 @@ def spread_divergence(student: Predictions, teacher: Predictions) -> Tensor:
 def _weighted_divergences(student: Predictions, teacher: Predictions, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Σ_t w_t·KL_t, piece by piece; logits are made anew for the gradient."""
 
-    def of(ours: Tensor, theirs: Tensor, own: Tensor) -> Tensor:
+    def of(ours: Tensor, theirs: Tensor, weight: Tensor) -> Tensor:
         with torch.no_grad():
             log_p = teacher.log_probabilities(theirs, dtype)
         divergences: Tensor = (log_p.exp() * (log_p - student.log_probabilities(ours, dtype))).sum(-1)
-        return own.to(divergences) @ divergences
+        return weight.to(divergences) @ divergences
 
     anew = partial(checkpoint, of, use_reentrant=False, preserve_rng_state=False)
     parts = [anew(student.states[piece], teacher.states[piece], weights[piece]) for piece in student.pieces()]

@@ -152,10 +152,10 @@ def _split(items: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
     return list(items[_HELD_OUT::_PERIOD]), list(items[_VALIDATION::_PERIOD]), rest
 
 
-def _spread(found: Sequence[T], most: int) -> tuple[T, ...]:
+def _spread(items: Sequence[T], most: int) -> tuple[T, ...]:
     """At most so many, evenly spread."""
-    count = min(len(found), most)
-    return tuple(found[number * len(found) // count] for number in range(count))
+    count = min(len(items), most)
+    return tuple(items[number * len(items) // count] for number in range(count))
 
 
 def _digest(batches: Sequence[Batch]) -> str:

@@ -170,17 +170,17 @@ def _compared(a: Outputs, b: Outputs) -> _Compared:
     return _Compared(_embeddings(a), _embeddings(b), cosines, divergence, losses, {})
 
 
-def _agreement(found: Sequence[_Compared]) -> Agreement:
+def _agreement(batches: Sequence[_Compared]) -> Agreement:
     """Over all batches; for the rank correlation see Spearman 1904."""
-    ours, theirs = torch.cat([one.ours for one in found]), torch.cat([one.theirs for one in found])
-    divergences = [one.divergence for one in found if one.divergence is not None]
+    ours, theirs = torch.cat([one.ours for one in batches]), torch.cat([one.theirs for one in batches])
+    divergences = [one.divergence for one in batches if one.divergence is not None]
     num_predicted = sum(count for _, count in divergences)
-    losses = [one.losses for one in found if one.losses is not None]
+    losses = [one.losses for one in batches if one.losses is not None]
     perplexities = [float(torch.cat(each).mean().exp()) for each in zip(*losses, strict=True)]
     perplexity, exact_perplexity = perplexities or (None, None)
     return Agreement(
         embedding_cosine=float(cosine(ours, theirs).mean()),
-        token_cosine=float(torch.cat([one.cosines for one in found]).mean()),
+        token_cosine=float(torch.cat([one.cosines for one in batches]).mean()),
         rank_correlation=_rank_correlation(ours, theirs) if len(ours) > 2 else None,
         divergence=sum(mean * count for mean, count in divergences) / num_predicted if divergences else None,
         perplexity=perplexity,
@@ -219,10 +219,10 @@ def _errors(
     return ours, averaged
 
 
-def _embeddings(found: Outputs) -> Tensor:
+def _embeddings(outputs: Outputs) -> Tensor:
     """The mean of each text's last states over its tokens, (B, E) float64."""
-    live = found.live.unsqueeze(-1)
-    return torch.where(live, found.states[-1].double(), 0).sum(1) / live.sum(1)
+    live = outputs.live.unsqueeze(-1)
+    return torch.where(live, outputs.states[-1].double(), 0).sum(1) / live.sum(1)
 
 
 def _rank_correlation(a: Tensor, b: Tensor) -> float:

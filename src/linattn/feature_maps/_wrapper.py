@@ -31,7 +31,8 @@ class Wrapper(FittedMap):
         if not isinstance(inner, FeatureMap) or not inner.softmax_kernel:
             raise TypeError(
                 f"{type(self).__name__} wants a map for the softmax kernel, got {inner!r}: for other kernels moving q "
-                "and k changes the kernel; use FavorPlus, Hyperbolic, Oprf, Sderf, Trigonometric or Taylor"
+                "and k changes the kernel; use FavorPlus, Hyperbolic, Oprf, Sderf, Trigonometric, Taylor or "
+                "LearnedExponential"
             )
         if isinstance(inner, GroupedFeatureMap):
             raise TypeError(

@@ -194,7 +194,7 @@ class LearnedExponential(LearnedMap):
     `softmax_kernel` is true: the map stands for exp(scale·q·k), at the start without bias, later as well as it was
     trained to, and what it makes of some keys combines with exact attention to others. Train it as it will be used:
     without an exact part the output does not depend on a factor common to all weights of a query, so nothing keeps that
-    factor where an exact part added later wants it; beside one (`exact`, `combine`) the common normaliser
+    factor where an exact part added later wants it; beside one (`window`, `combine`) the common normaliser
     trains it too.
 
     Cost: O(L·R·D) time, O(L·R) memory; 2·R·(D + 2) parameters, per head with `num_heads`.

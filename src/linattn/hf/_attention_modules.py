@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 MARK = "linattn.hf.from_pretrained reads this folder"
-"""What a linearized model's config.json names as its attention: no other reader has one of that name, and says so."""
+"""Attention that a linearized model's config.json names: no other reader has one of that name, and says so."""
 
 # What transformers reads from config.json, and never writes by itself.
 _WRITTEN = "attn_implementation"

@@ -11,7 +11,8 @@ from linattn.hf._cache_layers import Kernel, RecordingLayer
 from linattn.hf._calls import CAPS, SINKS, InterfaceCall
 from linattn.hf.layer_attention import ATTRIBUTE, rescale_query
 from linattn.kv_cache import MergedKV, MergedState
-from linattn.kv_cache.functional import MergedAttended, merged_attention_with_state, merged_partial_with_state
+from linattn.kv_cache.functional import merged_attention_with_state, merged_partial_with_state
+from linattn.softmax.partial import Attended
 
 
 class HandedKeys(Tensor):
@@ -70,13 +71,13 @@ class BoundedLayer(RecordingLayer[MergedState]):
         key_mask: Tensor | None = None,
         sinks: Tensor | None = None,
         soft_cap: float | None = None,
-    ) -> MergedAttended:
+    ) -> Attended[MergedState]:
         """The output (B, H, L, Dv) over a state's keys and these, at a temperature, and the state after them."""
         tokens = rescale_query(None, query, scale), key, value, self.config, state
         if sinks is None:
             return merged_attention_with_state(*tokens, key_mask=key_mask, enable_gqa=True, soft_cap=soft_cap)
         rows, after = merged_partial_with_state(*tokens, key_mask=key_mask, enable_gqa=True, soft_cap=soft_cap)
-        return MergedAttended(rows.with_sink(sinks), after)
+        return Attended(rows.with_sink(sinks), after)
 
     def _kernel(self, call: InterfaceCall) -> Kernel:
         """Merged attention; refuse keys that were handed to another call, and modules that are no causal ones."""

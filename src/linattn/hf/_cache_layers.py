@@ -138,7 +138,7 @@ class RecordedCall(NamedTuple):
 
 
 Kernel = tuple[Callable[..., Any], int, Collection[str]]
-"""What gives the output and the state after some tokens, the width of its exact window, and what it takes."""
+"""Function that gives the output and the state after some tokens, the width of its exact window, and what it takes."""
 
 
 class RecordingLayer(StatefulLayer[S]):

@@ -204,7 +204,7 @@ class _Former:
 
 
 AnyMask = AskedMask | Tensor | None
-"""What reaches an attention function: where a model makes none itself, or is given one of pairs, an `AskedMask`."""
+"""Mask of an attention function: an `AskedMask` where a model makes none itself, or is given one of pairs."""
 
 
 @dataclass(frozen=True, eq=False)

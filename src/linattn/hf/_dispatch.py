@@ -150,9 +150,9 @@ def _refuse_other_implementations(part: Any, args: Any, options: dict[str, Any])
         )
 
 
-def _of_text(given: Any) -> Any:
+def _of_text(cache: Any) -> Any:
     """A cache of a text's own tokens, where two are held; anything else as it is."""
-    return given.self_attention_cache if isinstance(given, EncoderDecoderCache) else given
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def _offer(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -187,8 +187,8 @@ def _run(model: PreTrainedModel, inputs: Inputs) -> Calls | Exception:
         # A model's code may raise anything: whether it does by itself too says whose error this is.
         try:
             model(**inputs)
-        except Exception as own:
-            return own
+        except Exception as by_itself:
+            return by_itself
         cause = f"it does not run under another attention function than transformers' own ({error})"
         if AskedMask.__name__ in str(error):
             cause = "it computes with its mask of pairs, by adding a bias or choosing keys, before attention reads it"

@@ -42,8 +42,10 @@ class ByteTokenizer(PreTrainedTokenizer):
         return ()
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """The text of bytes."""
-        return bytes(map(ord, tokens)).decode("utf-8", errors="replace")
+        """The text of bytes, and of tokens that were added."""
+        added = self.added_tokens_encoder
+        parts = (token.encode() if token in added else bytes([ord(token)]) for token in tokens)
+        return b"".join(parts).decode("utf-8", errors="replace")
 
     def _tokenize(self, text: str, **_: Any) -> list[str]:
         """The character of each byte's number."""

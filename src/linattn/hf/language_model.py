@@ -102,8 +102,8 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
                 f"the StreamCache has {len(cache)} layers and the model {len(self.model.blocks)} blocks; give "
                 f"StreamCache({len(self.model.blocks)})"
             )
-        is_cached = self.config.use_cache and not self.training if use_cache is None else use_cache
-        if cache is None and is_cached and labels is None:
+        by_default = self.config.use_cache and not self.training and labels is None
+        if cache is None and (by_default if use_cache is None else use_cache):
             cache = StreamCache(len(self.model.blocks))
         key_mask = _key_mask(input_ids, attention_mask, cache)
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states

@@ -5,13 +5,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from linattn.attention import Attended, State, linear_attention, linear_attention_with_state
+from linattn.attention import State, linear_attention, linear_attention_with_state
 from linattn.attention.functional import linear_partial, linear_partial_with_state
 from linattn.attention.window import shares_normalizer
 from linattn.feature_maps import FeatureMap
 from linattn.hf._attention_modules import AttentionModule
 from linattn.hf._calls import CAPS, SINKS
 from linattn.kv_cache import MergedKV, merged_attention
+from linattn.softmax.partial import Attended
 
 ATTRIBUTE = "linear_attention"
 """Name of a `LayerAttention` in its attention module."""
@@ -122,7 +123,7 @@ class LayerAttention(nn.Module):
         scale: float,
         key_mask: Tensor | None = None,
         sinks: Tensor | None = None,
-    ) -> Attended:
+    ) -> Attended[State]:
         """Causal attention over the state's keys and these, and the state after them.
 
         Args:

@@ -282,31 +282,31 @@ def _attend_by_methods(
     return built
 
 
-def try_out(found: AttentionModule, attention: LayerAttention, label: str) -> None:
-    """Move it to the module's device and attend to one token, so that a map that cannot be used is refused now."""
-    device = found.device or next(found.module.parameters(), torch.empty(0)).device
+def try_out(part: AttentionModule, attention: LayerAttention, label: str) -> None:
+    """Move an attention to its module's device and attend to one token: a map that cannot be used is refused now."""
+    device = part.device or next(part.module.parameters(), torch.empty(0)).device
     attention.to(device)
     # What a map holds for each key/value head is (Hkv, ·, ·), what it holds for all of them has two dimensions.
     held = (x.shape[0] for x in (*attention.parameters(), *attention.buffers()) if x.ndim == 3)
-    token = torch.zeros(1, max(held, default=1), 1, found.head_dim, device=device)
-    if found.reads_another_text and (attention.window is not None or attention.merged is not None):
+    token = torch.zeros(1, max(held, default=1), 1, part.head_dim, device=device)
+    if part.reads_another_text and (attention.window is not None or attention.merged is not None):
         raise ValueError(
-            f"{found.name} (layer {found.number}) cannot attend by {label}: its queries are a decoder's and its keys "
+            f"{part.name} (layer {part.number}) cannot attend by {label}: its queries are a decoder's and its keys "
             "another text's, so that keys merged by all queries let earlier ones learn of later ones, and "
             "a window has no place; give it a feature map alone, or leave it out of `layers`"
         )
-    if found.has_sinks and SINKS not in attention.takes:
+    if part.has_sinks and SINKS not in attention.takes:
         raise ValueError(
-            f"{found.name} (layer {found.number}) asks for {SINKS}, and {label} has no positive normaliser that they "
+            f"{part.name} (layer {part.number}) asks for {SINKS}, and {label} has no positive normaliser that they "
             "could share; give another map, as FavorPlus"
         )
-    is_ordered = found.is_causal or found.reads_another_text
+    is_ordered = part.is_causal or part.reads_another_text
     try:
         with torch.no_grad():
             # One query and one key: causality hides nothing, and refuses maps that would learn from later queries.
-            attention(token, token, token, scale=found.head_dim**-0.5, is_causal=is_ordered)
+            attention(token, token, token, scale=part.head_dim**-0.5, is_causal=is_ordered)
     except ValueError as error:
         fitted = [part for part in attention.modules() if isinstance(part, FittedMap)]
         is_unfitted = any(all(getattr(part, name) is None for name in part.fitted_buffers) for part in fitted)
         cure = "; in linearize_, calibrate=batches fits it to samples" if is_unfitted else ""
-        raise ValueError(f"{found.name} (layer {found.number}) cannot attend by {label}: {error}{cure}") from error
+        raise ValueError(f"{part.name} (layer {part.number}) cannot attend by {label}: {error}{cure}") from error

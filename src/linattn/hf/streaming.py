@@ -27,6 +27,8 @@ _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 # Tokens of the prompt that the first new ones are decoded with: none has a form that depends on more.
 _CONTEXT = 16
+# Bytes of a character that lacks one, at most.
+_UNFINISHED = 3
 
 
 def stream_tokens(
@@ -177,11 +179,13 @@ class IncrementalDecoder:
     def decode(self, token: int) -> str:
         """The text that is whole with this token and was not before."""
         self._tokens.append(token)
-        new = self._unshown()
+        new, stop = self._unshown(), len(self._tokens)
         if not new or new.endswith(_NO_CHARACTER):
-            return ""
-        self._tokens = self._tokens[self._num_shown :]
-        self._num_shown = len(self._tokens)
+            # Of many without a character all are shown but those with which one may begin.
+            whole, stop = new, stop - _UNFINISHED
+            if stop - self._num_shown < _CONTEXT or not whole.startswith(new := self._unshown(stop)):
+                return ""
+        self._tokens, self._num_shown = self._tokens[self._num_shown :], stop - self._num_shown
         return new
 
     def finish(self) -> str:
@@ -190,9 +194,9 @@ class IncrementalDecoder:
         self._num_shown = len(self._tokens)
         return new
 
-    def _unshown(self) -> str:
+    def _unshown(self, stop: int | None = None) -> str:
         """The text of the tokens that are not shown yet, which may depend on the ones before them."""
-        return self._text(self._tokens)[len(self._text(self._tokens[: self._num_shown])) :]
+        return self._text(self._tokens[:stop])[len(self._text(self._tokens[: self._num_shown])) :]
 
     def _text(self, tokens: list[int]) -> str:
         """Decode tokens without cosmetic changes of spaces, which would reach back into text that is shown."""

@@ -12,8 +12,6 @@ of the window, b of a block, C merged keys.
 """
 
 from linattn.kv_cache.config import MergedKV as MergedKV
-from linattn.kv_cache.functional import MergedAttended as MergedAttended
-from linattn.kv_cache.functional import MergedPartial as MergedPartial
 from linattn.kv_cache.functional import merged_attention as merged_attention
 from linattn.kv_cache.functional import merged_attention_with_state as merged_attention_with_state
 from linattn.kv_cache.functional import merged_partial as merged_partial

@@ -287,11 +287,6 @@ class MergedKV:
         block = self.blocks.size
         return self.num_merged - self.num_merged // _SPARE // block * block
 
-    @property
-    def num_unquantized(self) -> int:
-        """How many merged keys take no more memory in 32 bits a number than all of them in few bits."""
-        return self.merged_tier.num_unquantized
-
     def check_call(self, num_queries: int, num_keys: int, *, is_causal: bool) -> None:
         """Refuse calls of numbers of tokens or directions that it has no meaning for."""
         if not is_causal and self.num_merged == 0:

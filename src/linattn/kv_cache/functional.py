@@ -19,7 +19,7 @@ from linattn.kv_cache.state import MergedState
 from linattn.kv_cache.state_checks import check_continues
 from linattn.kv_cache.stream import attend_causal_merging
 from linattn.softmax.checking import KeyWeights, Qkv, check_soft_cap, checked, refuse_sdpa_options
-from linattn.softmax.partial import Partial
+from linattn.softmax.partial import Attended, AttendedPartial, Partial
 from linattn.softmax.precision import outside_autocast
 from linattn.softmax.row_groups import RowGroups, Streamed, turned
 from linattn.softmax.tracing import has_values, outside_inference
@@ -28,30 +28,6 @@ from linattn.softmax.weighted import Reading, Scoring, attend_to_all
 BACKENDS = ("auto", "torch", "compiled")
 Options = tuple[bool, float | None, str]
 """Whether heads are grouped, the soft cap, and the backend."""
-
-
-class MergedPartial(NamedTuple):
-    """Result of `merged_partial_with_state`.
-
-    Attributes:
-        partial: of the queries, ready for `linattn.combine`.
-        state: the KV cache after the last key.
-    """
-
-    partial: Partial
-    state: MergedState
-
-
-class MergedAttended(NamedTuple):
-    """Result of `merged_attention_with_state`.
-
-    Attributes:
-        out: (B, H, Lq, Dv), in the query's dtype.
-        state: the KV cache after the last key.
-    """
-
-    out: Tensor
-    state: MergedState
 
 
 def merged_attention(
@@ -104,8 +80,8 @@ def merged_attention(
     Raises:
         TypeError: `config` is no MergedKV; tensors are of another dtype or differ in theirs; `key_mask` is not bool.
         ValueError: shapes or devices do not fit; a causal call without a window; a window where queries and keys differ
-            in number, causally where there are more queries; `soft_cap` is no finite number > 0; unknown `backend`, or
-            one that cannot run the call, with every reason.
+            in number, causally where there are more queries; tiers alone without causality; `soft_cap` is no finite
+            number > 0; unknown `backend`, or one that cannot run the call, with every reason.
 
     Example:
         >>> import torch
@@ -169,7 +145,7 @@ def merged_attention_with_state(
     backend: str = "auto",
     attn_mask: None = None,
     dropout_p: float = 0.0,
-) -> MergedAttended:
+) -> Attended[MergedState]:
     """Causal merged attention over the state's tokens and these, and the state after them.
 
     Prefill, chunks and single tokens are the same call, cut anywhere. Cost as `merged_attention`, whatever the state
@@ -184,7 +160,7 @@ def merged_attention_with_state(
         attn_mask, dropout_p: SDPA's; another value than its default is refused, with what to give in its place.
 
     Returns:
-        MergedAttended(out, state): (B, H, Lq, Dv) in the query's dtype, and a new `MergedState`.
+        Attended(out, state): (B, H, Lq, Dv) in the query's dtype, and a new `MergedState`.
 
     Raises:
         TypeError, ValueError: as `merged_attention`; `state` is no MergedState, or was built for other shapes or with
@@ -208,9 +184,9 @@ def merged_attention_with_state(
         before = MergedKeys.empty(config, tokens.key, tokens.value) if keys is None else keys
         with outside_autocast(query.device):
             rows, merged = attend_causal_merging(*tokens[:4], before, tokens.scoring, with_log=False, backend=backend)
-        return MergedAttended(rows.out.flatten(1, 2), _state(merged, tokens))
+        return Attended(rows.out.flatten(1, 2), _state(merged, tokens))
     rows, after = _continued(tokens, keys, config, with_log=False, backend=backend)
-    return MergedAttended(rows.out.flatten(1, 2), _state(after, tokens))
+    return Attended(rows.out.flatten(1, 2), _state(after, tokens))
 
 
 def merged_partial_with_state(
@@ -225,13 +201,13 @@ def merged_partial_with_state(
     enable_gqa: bool = False,
     soft_cap: float | None = None,
     backend: str = "auto",
-) -> MergedPartial:
+) -> AttendedPartial[MergedState]:
     """`merged_attention_with_state` with log-normalisers: for attention sinks, or to be combined.
 
     Cost, arguments and errors are those of `merged_attention_with_state`.
 
     Returns:
-        MergedPartial(partial, state): the result of `merged_partial` for the queries, and a new `MergedState`.
+        AttendedPartial(partial, state): the result of `merged_partial` for the queries, and a new `MergedState`.
 
     Example:
         >>> import torch
@@ -242,7 +218,7 @@ def merged_partial_with_state(
     """
     tokens, keys = _begun((query, key, value), config, state, (key_mask, key_bias), (enable_gqa, soft_cap, backend))
     rows, after = _continued(tokens, keys, config, with_log=True, backend=backend)
-    return MergedPartial(rows.partial().ungrouped(), _state(after, tokens))
+    return AttendedPartial(rows.partial().ungrouped(), _state(after, tokens))
 
 
 class _GroupedTokens(NamedTuple):
@@ -338,5 +314,5 @@ def _checked(
         )
     config.check_call(query.shape[2], key.shape[2], is_causal=is_causal)
     if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}; merged keys have {', '.join(map(repr, BACKENDS))}")
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     return _GroupedTokens(query.unflatten(1, (key.shape[1], -1)), key, value, bias, is_causal, check_soft_cap(soft_cap))

@@ -46,14 +46,14 @@ class Tier(NamedTuple):
             return self.held
         return self.held.frames.outside(self._numbers())
 
-    def then(self, tokens: Tokens, sample: QuerySample, size: TierSize) -> Self:
-        """With more tokens, no more than the tier has room for in all."""
-        held, number = self.held, self.number + tokens.bias.shape[2]
+    def then(self, tokens: Tokens, sample: QuerySample, size: TierSize, *, gone: int = 0) -> Self:
+        """With more tokens, no more than the tier has room for in all, where so many have left it."""
+        held, number = self.held, gone + self.number
         if isinstance(held, Tokens):
             # A copy of the first ones: a view would keep all tokens that they came with.
             both = held.then(tokens) if self.number else Tokens(*(x.clone() for x in tokens))
             return self.of(both, sample, size)
-        if self.number < _AGAIN * size.num_unquantized <= number:
+        if number < _AGAIN * size.num_unquantized <= number + tokens.bias.shape[2]:
             return self.of(self.tokens().then(tokens), sample, size)
         return self._appended(tokens, sample, size)
 
@@ -66,7 +66,8 @@ class Tier(NamedTuple):
         oldest, rest = self.cut(0, count).tokens(), self.cut(count, self.number)
         # Of a block larger than the tier some pass through.
         through = max(excess - self.number, 0)
-        return (rest.then(tokens.cut(through, tokens.bias.shape[2]), sample, size), oldest.then(tokens.cut(0, through)))
+        after = rest.then(tokens.cut(through, tokens.bias.shape[2]), sample, size, gone=count)
+        return after, oldest.then(tokens.cut(0, through))
 
     def of(self, tokens: Tokens, sample: QuerySample, size: TierSize) -> Self:
         """Tokens in place of what is here: codes where they are too many for numbers."""

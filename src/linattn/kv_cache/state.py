@@ -77,6 +77,7 @@ class MergedState(Restored):
             The partial result over the state's tokens, at the temperature D**-0.5, ready for `linattn.combine`.
 
         Raises:
+            TypeError: `query` is no floating tensor.
             ValueError: shapes or devices do not fit the state; `soft_cap` is no finite number > 0.
         """
         if not isinstance(query, Tensor):
@@ -89,7 +90,8 @@ class MergedState(Restored):
         if not fits or not sizes.heads or query.shape[1] % sizes.heads or query.device != sizes.device:
             raise ValueError(
                 f"query must be (B={sizes.batch}, a multiple of {sizes.heads} heads, L, D={sizes.head_dim}) on "
-                f"{sizes.device}, got {tuple(query.shape)} on {query.device}"
+                f"{sizes.device}, got {tuple(query.shape)} on {query.device}; give queries of the "
+                "state's rows and heads"
             )
         grouped = query.unflatten(1, (sizes.heads, -1))
         with outside_autocast(query.device):
@@ -97,7 +99,7 @@ class MergedState(Restored):
             return attend_to_all(grouped, tokens, sizes.head_dim**-0.5, cap).ungrouped()
 
     def select(self, indices: Tensor) -> MergedState:
-        """The rows `indices` (1-D integer tensor) of the batch, in that order: beams, forks, compaction."""
+        """The rows `indices` (1-D integer tensor) of the batch, in that order, copied: beams, forks, compaction."""
         check_indices(indices)
         self._check_whole()
         if isinstance(self.keys, RowGroups):
@@ -120,7 +122,8 @@ class MergedState(Restored):
 
     def check_tensors(self, head_dim: int, num_groups: int | None = None) -> None:
         """Refuse a state whose tensors are not those of its config, a width of keys and so many query heads of each."""
-        if torch.compiler.is_compiling() or self._fits != (head_dim, num_groups):
+        fits = self._fits is not None and self._fits[0] == head_dim and num_groups in (None, self._fits[1])
+        if torch.compiler.is_compiling() or not fits:
             check_tensors(self.keys, head_dim, num_groups)
 
     def __repr__(self) -> str:

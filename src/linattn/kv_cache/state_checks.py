@@ -54,7 +54,8 @@ def check_continues(keys: MergedKeys | RowGroups[MergedKeys], key: Tensor, value
     wanted, got = (sizes.batch, sizes.heads, sizes.value_dim), (*key.shape[:2], value.shape[-1])
     if wanted != got:
         raise ValueError(
-            f"the state holds (batch, key/value heads, value width) = {wanted}, got keys and values of {got}"
+            f"the state holds (batch, key/value heads, value width) = {wanted}, got keys and values of {got}; "
+            "begin a new state, or select its rows"
         )
     if sizes.dtype != accumulation_dtype(key.dtype):
         raise ValueError(

@@ -22,7 +22,7 @@ _OF_MERGED = ("sinks", "window")
 _WINDOW = re.compile(r"window\s+([1-9][0-9]*)", re.IGNORECASE)
 # Files and written forms of earlier versions may have them.
 HEAVY_KEYS_REMOVED = "heavy keys were removed: use 'window W + merged C' without a map, or the window alone"
-"""What to do about a folder or a written form of an earlier version."""
+"""Cure for a folder or a written form of an earlier version."""
 
 
 @dataclass(frozen=True)

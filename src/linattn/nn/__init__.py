@@ -18,6 +18,5 @@ from linattn.nn.models import Predicted as Predicted
 from linattn.nn.multihead_attention import MultiheadAttention as MultiheadAttention
 from linattn.nn.redrawing import RedrawSchedule as RedrawSchedule
 from linattn.nn.softmax_attention import SoftmaxAttention as SoftmaxAttention
-from linattn.nn.streams import Attended as Attended
 from linattn.nn.streams import KeptTokens as KeptTokens
 from linattn.nn.streams import Stream as Stream

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from linattn.attention import State
-from linattn.nn.streams import Attended, KeptTokens, Stream
+from linattn.nn.streams import KeptTokens, Stream
 from linattn.positions import Gate, Gates, Position, token_positions
 from linattn.softmax.checking import check_dense, check_mask
+from linattn.softmax.partial import Attended
 
 QkNorm = Literal["rms", "layer"]
 _NORMS: dict[str, type[nn.RMSNorm | nn.LayerNorm]] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
@@ -116,7 +117,9 @@ class Attention(nn.Module, ABC):
         out = self._attend(heads) if heads.gates is None else self._attend_with_state(heads, None)[0]
         return self._merged(out, x)
 
-    def forward_with_state(self, x: Tensor, state: Stream | None = None, *, key_mask: Tensor | None = None) -> Attended:
+    def forward_with_state(
+        self, x: Tensor, state: Stream | None = None, *, key_mask: Tensor | None = None
+    ) -> Attended[Stream]:
         """Attend causally to the stream's tokens and these; prefill, chunks and single tokens are the same call.
 
         Args:

@@ -36,7 +36,7 @@ class LinearAttention(Attention):
         qk_norm: "rms" or "layer": norms with weights of their own on each head's queries and keys; None for none.
         output_gate: multiply what heads attended to by sigmoid(x W_g + b_g).
         window: width of an exact window beside the map, as in `linear_attention`; None for none. Its blocks
-            hold masked tokens too: with one, padding changes which keys are near.
+            are counted from a row's first live token; masked tokens between live ones take places in them.
         bias: whether the four projections have biases.
         device: of the parameters, torch's default if None; map, positions and gate are moved there, or stay if None.
         dtype: of the parameters, torch's default if None; map, positions and gate keep their own.

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from linattn.feature_maps._arguments import check_count
 from linattn.nn.attention import Attention
-from linattn.nn.streams import Attended, Stream
+from linattn.nn.streams import Stream
+from linattn.softmax.partial import Attended
 
 
 class GatedMLP(nn.Module):
@@ -76,7 +77,9 @@ class Block(nn.Module):
         out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return out
 
-    def forward_with_state(self, x: Tensor, state: Stream | None = None, *, key_mask: Tensor | None = None) -> Attended:
+    def forward_with_state(
+        self, x: Tensor, state: Stream | None = None, *, key_mask: Tensor | None = None
+    ) -> Attended[Stream]:
         """The next tokens (B, L, E) of a stream, and the stream after them."""
         attended, state = self.attention.forward_with_state(self.attention_norm(x), state, key_mask=key_mask)
         x = x + self.dropout(attended)

@@ -73,7 +73,7 @@ class Stream(NamedTuple):
         return n
 
     def select(self, indices: Tensor) -> Stream:
-        """The rows `indices` (1-D integer tensor) of the batch, in that order: beams, forks, compaction."""
+        """The rows `indices` (1-D integer tensor) of the batch, in that order, copied: beams, forks, compaction."""
         return Stream(self.kept.select(indices), self.num_tokens.index_select(0, indices))
 
     def detach(self) -> Stream:
@@ -83,18 +83,6 @@ class Stream(NamedTuple):
     def to(self, device: torch.device | str) -> Stream:
         """The stream on another device."""
         return Stream(self.kept.to(device), self.num_tokens.to(device))
-
-
-class Attended(NamedTuple):
-    """Result of `forward_with_state` of a layer or a block.
-
-    Attributes:
-        out: (B, L, embed_dim).
-        state: the stream after the last token.
-    """
-
-    out: Tensor
-    state: Stream
 
 
 def extended(past: KeptTokens | None, new: KeptTokens, log_decay: Tensor | None = None) -> KeptTokens:

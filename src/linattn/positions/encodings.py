@@ -126,7 +126,7 @@ def checked_positions(query: Tensor, key: Tensor, positions: Tensor, head_dim: i
     return torch.unsqueeze(torch.atleast_2d(positions).to(key.device, torch.float64), 1)
 
 
-def rotary(query: Tensor, key: Tensor, positions: Tensor, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
+def rotary(query: Tensor, key: Tensor, positions: Tensor, *, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
     """Queries and keys rotated by their positions, to be given to any map.
 
         q'_i = R_i q_i,   k'_j = R_j k_j,   (R_i q)·(R_j k) = q·R_{j-i} k
@@ -180,7 +180,7 @@ class Rotary(Position):
         15
     """
 
-    def __init__(self, head_dim: int, base: float = 10_000.0, *, require_relative: bool = True) -> None:
+    def __init__(self, head_dim: int, *, base: float = 10_000.0, require_relative: bool = True) -> None:
         super().__init__(head_dim, head_dim)
         self.base, self.require_relative = base, require_relative
         self._rates = _rates(head_dim, base)

@@ -10,11 +10,12 @@ from typing import Literal, NamedTuple, Self, final, get_args
 import torch
 from torch import Tensor, nn
 
-from linattn.attention import Attended, State, linear_attention_with_state
+from linattn.attention import State, linear_attention_with_state
 from linattn.feature_maps import FeatureMap
 from linattn.feature_maps._arguments import check_count, check_number
 from linattn.feature_maps._base import UncastBuffers
 from linattn.softmax.checking import DTYPES, check_bool, check_dense, check_dtype
+from linattn.softmax.partial import Attended
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 from linattn.softmax.tracing import is_traced
 
@@ -113,7 +114,7 @@ def gated_attention_with_state(
     enable_gqa: bool = False,
     window: int | None = None,
     backend: str = "auto",
-) -> Attended:
+) -> Attended[State]:
     """`linear_attention_with_state` with gates: earlier keys fade by each token's forget gate.
 
         S_t = f_t S_{t-1} + i_t φ(k_t)v_tᵀ,   z_t = f_t z_{t-1} + i_t φ(k_t),   out_t = φ(q_t)ᵀS_t / φ(q_t)ᵀz_t

@@ -6,5 +6,7 @@ Dv value width.
 
 from linattn.softmax.attention import softmax_attention as softmax_attention
 from linattn.softmax.attention import softmax_partial as softmax_partial
+from linattn.softmax.partial import Attended as Attended
+from linattn.softmax.partial import AttendedPartial as AttendedPartial
 from linattn.softmax.partial import Partial as Partial
 from linattn.softmax.partial import combine as combine

@@ -1,9 +1,11 @@
 """Exact softmax attention: what the maps are measured against and combined with; letters as in softmax/__init__.py."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from linattn.softmax.checking import checked, refuse_sdpa_options
+from linattn.softmax.checking import KeyWeights, Qkv, checked, refuse_sdpa_options
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 from linattn.softmax.tracing import is_transformed
@@ -39,7 +41,7 @@ def softmax_attention(
         (B, H, Lq, Dv) in the query's dtype.
 
     Raises:
-        TypeError, ValueError: wrong dtypes or shapes, as in `linear_attention`.
+        TypeError, ValueError: wrong dtypes or shapes, as in `linear_attention`; `attn_mask` or `dropout_p`.
 
     Example:
         >>> import math, torch
@@ -53,30 +55,8 @@ def softmax_attention(
         refuse_sdpa_options(attn_mask, dropout_p)
     tokens, takes_jagged = (query, key, value), not is_causal and key_mask is None and key_bias is None
     query, key, value, bias = checked(tokens, key_mask, key_bias, enable_gqa=enable_gqa, takes_jagged=takes_jagged)
-    lq, lk = query.shape[2], key.shape[2]
-    attend = torch.nn.functional.scaled_dot_product_attention
-    if bias is None and is_causal and lq == lk:
-        return attend(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)
-    if bias is None and is_causal and 0 < lq < lk and not torch.compiler.is_compiling():
-        # Imported here: it imports torch's compiler, which does not know it.
-        from torch.nn.attention.bias import causal_lower_right
-
-        return attend(query, key, value, attn_mask=causal_lower_right(lq, lk), scale=scale, enable_gqa=enable_gqa)
-    key, value = inert(bias, key, value)
-    logits = _logit_bias(query, key, bias, is_causal=is_causal)
-    if key_bias is None:
-        mask = None if logits is None else (logits != -torch.inf).expand(*logits.shape[:-2], lq, -1)
-        return attend(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
-    # SDPA wants biases in the query's dtype: 16 bits would round them. Under torch.func it takes them for constants.
-    if is_transformed():
-        return softmax_partial(
-            query, key, value, key_mask=key_mask, key_bias=key_bias, is_causal=is_causal, scale=scale,
-            enable_gqa=enable_gqa,
-        ).out  # fmt: skip
-    q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (query, key, value))
-    # Autocast would round them too.
     with outside_autocast(query.device):
-        return attend(q, k, v, attn_mask=logits, scale=scale, enable_gqa=enable_gqa).to(query.dtype)
+        return _by_sdpa((query, key, value), bias, (key_mask, key_bias), scale, is_causal=is_causal, gqa=enable_gqa)
 
 
 def softmax_partial(
@@ -92,7 +72,7 @@ def softmax_partial(
 ) -> Partial:
     """Exact softmax attention with its log-normaliser, to be combined with attention over other keys.
 
-        log_normalizer_i = log Σ_j exp(scale · q_i·k_j)
+        log_normalizer_i = log Σ_j exp(scale · q_i·k_j + b_j)
 
     O(Lq·Lk·(D + Dv)) time and O(Lq·Lk) memory: meant for the few keys that are treated exactly. Sums run in at least
     float32. Arguments and errors are those of `softmax_attention`.
@@ -113,6 +93,35 @@ def softmax_partial(
     logits = _logit_bias(query, key, bias, is_causal=is_causal)
     with outside_autocast(query.device):
         return softmax_rows(query, k, v, logits, query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _by_sdpa(
+    tokens: Qkv, bias: Tensor | None, weights: KeyWeights, scale: float | None, *, is_causal: bool, gqa: bool
+) -> Tensor:
+    """`softmax_attention` of checked tokens, with the biases that their weights make, through torch's kernels."""
+    query, key, value = tokens
+    lq, lk = query.shape[2], key.shape[2]
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=scale, enable_gqa=gqa)
+    if bias is None and is_causal and lq == lk:
+        return attend(query, key, value, is_causal=True)
+    if bias is None and is_causal and 0 < lq < lk and not torch.compiler.is_compiling():
+        # Imported here: it imports torch's compiler, which does not know it.
+        from torch.nn.attention.bias import causal_lower_right
+
+        return attend(query, key, value, attn_mask=causal_lower_right(lq, lk))
+    key, value = inert(bias, key, value)
+    logits = _logit_bias(query, key, bias, is_causal=is_causal)
+    if weights[1] is None:
+        mask = None if logits is None else (logits != -torch.inf).expand(*logits.shape[:-2], lq, -1)
+        return attend(query, key, value, attn_mask=mask)
+    # SDPA wants biases in the query's dtype: 16 bits would round them. Under torch.func it takes them for constants.
+    if is_transformed():
+        key_mask, key_bias = weights
+        return softmax_partial(
+            query, key, value, key_mask=key_mask, key_bias=key_bias, is_causal=is_causal, scale=scale, enable_gqa=gqa
+        ).out
+    q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (query, key, value))
+    return attend(q, k, v, attn_mask=logits).to(query.dtype)
 
 
 def softmax_rows(

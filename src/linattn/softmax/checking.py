@@ -90,10 +90,12 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool
             "expand the smaller one along its first dimension"
         )
     if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"query and key must share the head width, got {query.shape[-1]} and {key.shape[-1]}")
+        widths = f"{query.shape[-1]} and {key.shape[-1]}"
+        raise ValueError(f"query and key must share the head width, got {widths}; project one to the other's")
     if key.shape[:3] != value.shape[:3]:
         raise ValueError(
-            f"key and value must share (batch, heads, length), got {tuple(key.shape[:3])} and {tuple(value.shape[:3])}"
+            f"key and value must share (batch, heads, length), got {tuple(key.shape[:3])} and "
+            f"{tuple(value.shape[:3])}; give one value for each key"
         )
     if query.shape[1] == key.shape[1]:
         return
@@ -105,7 +107,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool
     if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
         raise ValueError(
             f"with enable_gqa the query heads must be a multiple of the key/value heads, got {query.shape[1]} and "
-            f"{key.shape[1]}"
+            f"{key.shape[1]}; give each key/value head as many query heads"
         )
 
 

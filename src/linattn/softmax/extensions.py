@@ -27,10 +27,10 @@ def missing(package: str) -> str:
     name, (extra, interface) = package.replace("_", "-"), EXTENSIONS[package]
     try:
         installed = import_module(package).INTERFACE
-    except ModuleNotFoundError:
-        return f"{name} is not installed (pip install 'linattn[{extra}]')"
     except ImportError as error:
-        return f"{name} cannot be loaded: {error}"
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name == package
+        why = f"is not installed (pip install 'linattn[{extra}]')" if is_absent else f"cannot be loaded: {error}"
+        return f"{name} {why}"
     if installed != interface:
         return f"{name} has interface {installed}, wanted {interface} (pip install -U 'linattn[{extra}]')"
     return ""

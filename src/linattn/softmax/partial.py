@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+S = TypeVar("S")
 
 
 class Partial(NamedTuple):
@@ -61,6 +63,30 @@ class Partial(NamedTuple):
         return (self.out * share).to(self.out.dtype)
 
 
+class Attended(NamedTuple, Generic[S]):
+    """Result of a call that goes on from a state.
+
+    Attributes:
+        out: of the queries, (B, H, Lq, Dv) in their dtype; of a layer or a block (B, L, embed_dim).
+        state: the state after the last key, of the kind that the call takes.
+    """
+
+    out: Tensor
+    state: S
+
+
+class AttendedPartial(NamedTuple, Generic[S]):
+    """Result of a call that goes on from a state, to be combined with attention over other keys.
+
+    Attributes:
+        partial: of the queries, ready for `linattn.combine`.
+        state: the state after the last key, of the kind that the call takes.
+    """
+
+    partial: Partial
+    state: S
+
+
 def combine(*partials: Partial) -> Partial:
     """Combine partial results over disjoint sets of keys into the result over all of them.
 
@@ -79,6 +105,7 @@ def combine(*partials: Partial) -> Partial:
         The partial result over the union of the keys; rows that saw no key in any part stay 0 with -inf.
 
     Raises:
+        TypeError: one is no Partial.
         ValueError: no partial was given, or their shapes differ.
 
     Example:

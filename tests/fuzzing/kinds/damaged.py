@@ -22,7 +22,7 @@ from fuzzing.maps import draw_map
 from fuzzing.oracle import MismatchError
 from fuzzing.tokens import Sizes, draw_sizes, laid_out
 
-Rows = linattn.Attended | linattn.MergedAttended | linattn.Partial
+Rows = linattn.Attended | linattn.Partial
 _DTYPES = {torch.float32: 0.7, torch.float64: 0.15, torch.bfloat16: 0.15}
 _OTHERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
 # Leaves' tensors are changed by these; "filled" and "laid out" leave a state that is one.

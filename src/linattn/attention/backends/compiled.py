@@ -1,5 +1,7 @@
 """One token in one call of compiled code on a CPU, from linattn-compiled; letters as in blocked/__init__.py."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,15 +19,16 @@ _MANY = 2**20
 
 
 class Compiled(Blocked):
-    """Causal calls of one token; what else is asked of its sums, and steps whose sums are followed, is plain torch."""
+    """Causal calls of one token; what else is asked of its sums is plain torch."""
 
-    def objections(self, call: Call) -> list[str]:
+    def objections(self, call: Call, before: Sums | None = None, window: int | None = None) -> list[str]:
         """Every reason, each with what to do about it."""
         if torch.compiler.is_compiling():
             return [IN_GRAPHS]
         query, key, feature_map = call.query, call.key, call.bound.feature_map
         tokens = query, key, call.value
-        objections = objections_to(tokens, is_followed=bool(call.bound.tensors) or is_followed(*tokens, call.bias))
+        followed = bool(call.bound.tensors) or is_followed(*tokens, call.bias, *(before or ()))
+        objections = objections_to(tokens, is_followed=followed)
         if not (call.is_causal and key.shape[2] == query.shape[3] == 1):
             objections.append(
                 f"it takes causal calls of one token, and this has {query.shape[3]} queries and {key.shape[2]} keys"
@@ -33,15 +36,19 @@ class Compiled(Blocked):
             )
         if not objections and _powers(call) is None:
             objections.append(f"it takes exponential maps that are one product of W and a token; not {feature_map}")
-        size = key.shape[0] * key.shape[1] * feature_map.num_features * call.value.shape[-1]
-        if size >= _MANY and torch.get_num_threads() > 1:
-            objections.append(f"it runs in one thread, and a state of {size:,} numbers is served sooner by several")
+        if window is not None:
+            objections.append("it reads no exact window beside the sums, and this call has one")
         return objections
+
+    def is_faster(self, call: Call) -> bool:
+        """Whether it is likely to be."""
+        sizes = *call.key.shape[:2], call.bound.feature_map.num_features, call.value.shape[-1]
+        return math.prod(sizes) < _MANY or torch.get_num_threads() == 1
 
     def attend(self, call: Call, before: Sums, *, span: int = 0) -> tuple[Rows, Sums]:
         """The token's row, and the sums after it."""
         powers = _powers(call)
-        if span or powers is None or is_followed(*before):
+        if span or powers is None:
             return super().attend(call, before, span=span)
         return _step(call, powers, before)
 

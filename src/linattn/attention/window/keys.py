@@ -134,7 +134,8 @@ def check_window(window: object, feature_map: FeatureMap, num_queries: int, num_
     if not shares_normalizer(feature_map):
         raise ValueError(
             f"a window needs a map whose weights share the softmax kernel's scale and sum to a positive number, got "
-            f"{type(feature_map).__name__}; use Expansion, or FavorPlus, Hyperbolic, Oprf or Sderf"
+            f"{type(feature_map).__name__}; use Expansion, FavorPlus, Hyperbolic, Oprf, Sderf, LearnedExponential or "
+            "Taylor(order=2)"
         )
     if num_keys < num_queries if is_causal else num_keys != num_queries:
         wanted = "no more queries than keys" if is_causal else "as many queries as keys"
