@@ -60,7 +60,8 @@ def _row(line: Row, difference: str = "") -> tuple[str, ...]:
     words = words_of(line["claim"], line["bound"])
     setting = "; ".join(part for part in (words.setting, difference) if part)
     value = line["figure"]
-    spread = "" if isinstance(value, float) else f"{_number(value['min'])} to {_number(value['max'])}"
+    is_one = isinstance(value, float) or value["min"] == value["max"]
+    spread = "" if is_one else f"{_number(value['min'])} to {_number(value['max'])}"
     verdict = "holds" if line["holds"] else "**missed**"
     return words.measure, setting, _measured(line), spread, words.better, _bound(line), verdict
 

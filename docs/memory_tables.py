@@ -28,6 +28,8 @@ MEMORY = Path(__file__).parent / "memory.json"
 _LOWER = {"MB", "peak MB", "KL", "median", "99 %", "largest", "÷ bounded cache", "perplexity", "prefill s"}
 # The budget and the head width of the table of what fits.
 _ROOM, _WIDTH = 512, 128
+# What packaged models were made of.
+_WEIGHTS = {"gemma-3-270m": " (weights of 4 bits, Q4_K_M, dequantized)"}
 # As they are called in Python.
 _NAMES = {BOUNDED: f"**{BOUNDED}**"} | {f"{BOUNDED}, {name}": f'{BOUNDED}, `recall="{name}"`' for name in RECALLS[1:]}
 # A setting without tiers: on the page of all methods.
@@ -58,10 +60,12 @@ def readme_table() -> str:
     threads = f"{header.num_threads} thread{'' if header.num_threads == 1 else 's'} of one {header.processor}"
     passages = "one passage" if header.num_passages == 1 else f"{header.num_passages} passages"
     words = (
-        f"{header.model} in {header.dtype}, {passages} of {length:,} tokens of each of {', '.join(header.texts)}, "
+        f"{header.model}{_WEIGHTS.get(header.model, '')} in {header.dtype}, {passages} of {length:,} tokens of each of "
+        f"{', '.join(header.texts)}, "
         f"budget {budget:,} tokens per layer and key/value head, {threads}, by "
-        f"`linattn audit {header.model} --budget {budget}`. {ARROWS} "
-        f"KV cache: the {len(header.layers)} layers that are bounded, without the {header.num_exact} others. "
+        f"`linattn audit {header.model} --budget {budget} --method …`. {ARROWS} "
+        f"KV cache: the {len(header.layers)} layers that are bounded, without the {header.num_exact} others, which "
+        "hold as much in every row. "
         "Fit unmerged: share of the tokens that are read before any is merged or evicted. "
         f"KL: mean KL divergence of the last {header.num_measured} predictions from the full cache's, in nats; that of "
         "the full cache itself is rounding. "
@@ -84,8 +88,8 @@ def _few_bits(kinds: Sequence[str]) -> str:
     if not bits:
         return ""
     return (
-        " Sinks + window in few bits: a quantized window, whose oldest tokens are evicted; of "
-        f"{', '.join(bits)} bits those with the least KL and with more needles."
+        " Sinks + window in few bits: a quantized window, whose oldest tokens are evicted; shown "
+        f"are the best of {', '.join(bits)} bits by KL and by needles."
     )
 
 

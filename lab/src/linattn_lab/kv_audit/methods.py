@@ -209,6 +209,6 @@ def _written_form(kind: str) -> MergedKV:
         return MergedKV.parse(kind)
     except ValueError as error:
         raise ValueError(
-            f"kinds must be among {', '.join(KINDS)}, or a written form as window 64 + merged 512 in 4 bits; got "
-            f"{kind}: {error}"
+            f"kinds must be among {', '.join(KINDS)}, or a written form as sinks 4 + window 64 + merged 512 in 4 bits; "
+            f"got {kind}: {error}"
         ) from None
