@@ -57,7 +57,7 @@ def _in_words(value: dict[str, Any]) -> str:
         return f"list of {_in_words(value['items'])}"
     if value["type"] == "object":
         return f"object of {_in_words(value['additionalProperties'])}"
-    return {"string": "text", "boolean": "truth", "number": "number", "integer": "integer", "null": "null"}[
+    return {"string": "text", "boolean": "boolean", "number": "number", "integer": "integer", "null": "null"}[
         value["type"]
     ]
 
