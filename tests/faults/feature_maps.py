@@ -6,6 +6,48 @@ from faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "step one token with buffers of before",
+        "feature_maps/_softmax_estimator.py",
+        "        self._follow_buffers()\n        if self._prepared_from",
+        "        if self._prepared_from",
+        "tests/feature_maps/test_followed_buffers.py",
+    ),
+    Fault(
+        "keep what torch.func wraps",
+        "feature_maps/_base.py",
+        "with outside_transforms():",
+        "if True:",
+        "tests/feature_maps/test_followed_buffers.py",
+    ),
+    Fault(
+        "take lengths by norms where they are differentiated",
+        "feature_maps/_powers.py",
+        "    if is_followed(x):\n",
+        "    if False:\n",
+        "tests/laws/test_gradient.py",
+    ),
+    Fault(
+        "write exponents over the input that they are",
+        "feature_maps/_powers.py",
+        "torch.add(columns, exponents, alpha=LOG2_E, out=out)\n    return out if rows is None else out.add_(rows)",
+        "torch.add(columns, exponents, alpha=LOG2_E, out=exponents)\n    return exponents",
+        "tests/feature_maps/test_transforms.py",
+    ),
+    Fault(
+        "fit what is inside in the precision of autocast",
+        "feature_maps/_wrapper.py",
+        "with outside_autocast(key.device):",
+        "if True:",
+        "tests/feature_maps/test_balanced.py",
+    ),
+    Fault(
+        "round features by autocast",
+        "feature_maps/_base.py",
+        "with outside_autocast(x.device):",
+        "if True:",
+        "tests/laws/test_precision.py",
+    ),
+    Fault(
         "drop the sign fix of QR",
         "feature_maps/_random_base.py",
         "q * torch.sign(torch.diagonal(r, dim1=-2, dim2=-1)).unsqueeze(-2)",

@@ -104,10 +104,18 @@ FAULTS = (
         FACTOR_LAWS,
     ),
     Fault(
+        "put any factor into exponents beside heavier tokens",
+        FAR,
+        "torch.maximum(apart, least)",
+        "apart",
+        FACTOR_LAWS,
+    ),
+    Fault("look at a factor apart within torch.func", FAR, "has_values(apart) and not bool", "not bool", FACTOR_LAWS),
+    Fault(
         "keep a factor apart from tokens that outweigh it",
         FAR,
-        "torch.where(apart + _peak(state) >= newest",
-        "torch.where(apart == apart",
+        "stays = (apart + peak >= newest) | (peak == -torch.inf)",
+        "stays = apart == apart",
         FACTOR_LAWS,
     ),
     Fault(

@@ -186,3 +186,12 @@ def test_what_is_inside_is_fitted_on_what_it_will_see() -> None:
     oprf = Balanced(Oprf(D, 8)).fit(query, key)
     expected = sum(mean_square(x, y) for x, y in moved(oprf, query, key)) / 2 / math.sqrt(D)
     assert oprf.inner.mean_square.item() == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("kind", [Oprf, Sderf])
+def test_autocast_changes_no_fit(kind: type[FeatureMap]) -> None:
+    query, key = (x.float() for x in sample())
+    plain = Balanced(kind(D, 8)).fit(query, key)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = Balanced(kind(D, 8)).fit(query, key)
+    assert cast.fingerprint() == plain.fingerprint()

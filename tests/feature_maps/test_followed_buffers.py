@@ -160,10 +160,19 @@ LOOKS: dict[str, Callable[[FeatureMap], Tensor]] = {
     "attention": lambda each: linattn.linear_attention(Q, K, V, each, is_causal=True),
     "float32": lambda each: linattn.linear_attention(Q.float(), K.float(), V.float(), each),
     "state": lambda each: EMPTY(each).absorb(each, K, V).S,
+    "one token": lambda each: one_token(each, "auto"),
+    "one token in plain torch": lambda each: one_token(each, "blocked"),
     "gradient of a query": lambda each: each.query_vjp(Q, each.query(Q).detach()),
 }
 Q, K, V = qkv(1, 2, 2, 9, 9, value_dim=3)
 EMPTY = partial(linattn.State.empty, batch_size=1, num_heads=2, value_dim=3, dtype=torch.float64)
+
+
+def one_token(feature_map: FeatureMap, backend: str) -> Tensor:
+    """The sums after one token, which has a short way."""
+    token = (x[:, :, :1].float() for x in (Q, K, V))
+    state = linattn.linear_attention_with_state(*token, feature_map, backend=backend).state
+    return torch.cat((state.S.flatten(), state.m.flatten()))
 
 
 @pytest.mark.parametrize("name", CHANGING)
@@ -173,6 +182,21 @@ def test_whatever_looks_first_sees_the_buffers(name: str) -> None:
         other = source(name, 2 + number % 2)[0]
         copied(target, other)
         assert torch.equal(look(target), look(other)), way
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_look_within_torch_func_leaves_nothing_of_it(name: str) -> None:
+    """Be it the first one at other buffers."""
+    target, (other, wanted) = used(name), source(name)
+    copied(target, other)
+
+    def loss(key: Tensor) -> Tensor:
+        one_token(target, "blocked")
+        return linattn.linear_attention(Q, key, V[:, :, :1], target, backend="reference").square().sum()
+
+    torch.func.hessian(loss)(K[:, :, :1])
+    assert torch.func.grad(loss)(K[:, :, :1]).isfinite().all()
+    assert same(seen(target), wanted)
 
 
 class Called(nn.Module):

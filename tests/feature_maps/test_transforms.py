@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from linattn import linear_attention
 from linattn.feature_maps import (
     FEATURE_MAPS,
     Balanced,
@@ -64,6 +65,31 @@ def test_inputs_are_never_written(build: Build, name: str) -> None:
     outputs(feature_map, x)
     feature_map.kernel(x, x)
     assert torch.equal(x, before)
+
+
+class Itself(FeatureMap):
+    """φ(x) = exp(x), whose exponents are the input itself."""
+
+    exponential = True
+
+    def query(self, x: Tensor) -> Tensor:
+        return x
+
+    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
+        return x
+
+    def kernel(self, q: Tensor, k: Tensor) -> Tensor:
+        return q.double().exp() @ k.double().exp().mT
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_exponents_that_are_the_input_are_not_written_over(is_causal: bool) -> None:
+    given = [torch.randn(1, 2, 40, 3, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    before = [x.clone() for x in given]
+    out = linear_attention(*given, Itself(3, 3), is_causal=is_causal)
+    assert all(map(torch.equal, given, before))
+    wanted = linear_attention(*given, Itself(3, 3), is_causal=is_causal, backend="reference")
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)

@@ -243,6 +243,13 @@ def test_it_says_which_map_and_direction_it_leaves_to_others() -> None:
         linattn.linear_attention(*token, build("FavorPlus"), enable_gqa=True, backend="compiled")
 
 
+def test_a_map_that_learns_is_refused_for_what_it_is() -> None:
+    token = tuple(x[:, :, :1] for x in qkv(dtype=torch.float32))
+    with torch.no_grad(), pytest.raises(ValueError, match="one product of W and a token; not LearnedExp") as refused:
+        linattn.linear_attention_with_state(*token, build("LearnedExponential"), enable_gqa=True, backend="compiled")
+    assert "gradients" not in str(refused.value)
+
+
 @pytest.mark.usefixtures("_two_threads")
 def test_auto_leaves_large_states_to_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """By name it runs whatever the number of threads."""

@@ -61,6 +61,12 @@ def test_a_package_that_misses_another_is_not_called_absent(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("package", EXTENSIONS)
+def test_a_folder_that_an_uninstall_left_is_no_package(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    assert "has interface None" in missing(package)
+
+
+@pytest.mark.parametrize("package", EXTENSIONS)
 def test_a_package_of_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     other = ModuleType(package)
     other.INTERFACE = 0

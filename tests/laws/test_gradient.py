@@ -157,6 +157,24 @@ def test_second_derivatives_by_torch_func_are_right_in_the_reference() -> None:
     torch.testing.assert_close(found.sum((-4, -3, -2, -1)), difference, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["FavorPlus", "Hyperbolic", "Sderf", "LearnedExponential", "Expansion"])
+def test_second_derivatives_at_tokens_of_zeros_are_right_in_the_reference(name: str) -> None:
+    """Zero padding that is not masked, or projections that begin at 0."""
+    feature_map, (query, key, value) = build(name), qkv(1, 2, 2, 3, 3, value_dim=2)
+    key[:, :, 0] = query[:, :, 1] = 0
+
+    def loss(key: Tensor) -> Tensor:
+        return linattn.linear_attention(query, key, value, feature_map, backend="reference").sin().sum()
+
+    found, slope = torch.func.hessian(loss)(key), torch.func.grad(loss)
+    step = 1e-5 * torch.ones_like(key)
+    difference = (slope(key + step) - slope(key - step)) / 2e-5
+    torch.testing.assert_close(found.sum((-4, -3, -2, -1)), difference, rtol=1e-6, atol=1e-8)
+    (first,) = torch.autograd.grad(loss(key.requires_grad_()), key, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), key)
+    torch.testing.assert_close(second, difference, rtol=1e-6, atol=1e-8)
+
+
 def test_second_derivatives_of_faint_rows_are_refused_in_the_reference() -> None:
     query, key, value = (x.float() for x in qkv(1, 1, 1, 6, 6, 4))
     leaves = [x.requires_grad_() for x in (query - 46, key - 46, value)]

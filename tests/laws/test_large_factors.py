@@ -71,6 +71,37 @@ def test_tokens_that_outweigh_a_state_keep_their_digits(name: str) -> None:
     torch.testing.assert_close(found, fresh, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("factor", [-1e3, -1e4, -1e6, -1e8, -1e30])
+@pytest.mark.parametrize("name", ["exponential", "linear", "grouped"])
+def test_rows_that_see_a_faint_state_alone_keep_its_digits(name: str, factor: float) -> None:
+    """Beside others that see a token: those before the call's keys, and masked ones before the first live one."""
+    feature_map, _ = STREAMS[name]
+    state, (query, key, value) = stream(name), tokens(2, 1)
+    wanted = state.read(feature_map, query[:, :, :1]).out
+    both = linattn.linear_attention_with_state(query, key[:, :, 1:], value[:, :, 1:], feature_map, state.decay(factor))
+    mask = torch.tensor([[False, True]])
+    masked = linattn.linear_attention_with_state(query, key, value, feature_map, state.decay(factor), key_mask=mask)
+    for out in (both.out, masked.out):
+        # Exponents of some thousands, which float32 has to 2⁻¹².
+        torch.testing.assert_close(out[:, :, :1], wanted, rtol=2**-10, atol=2**-10)
+        torch.testing.assert_close(out[:, :, 1:], value[:, :, 1:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["exponential", "linear", "grouped"])
+def test_a_state_with_a_factor_apart_enters_graphs_and_mapped_calls(name: str) -> None:
+    feature_map, _ = STREAMS[name]
+    state, given = stream(name).decay(-500.0), tokens(3, 1)
+
+    def rows(bias: Tensor) -> Tensor:
+        return linattn.linear_attention_with_state(*given, feature_map, state, key_bias=bias).out
+
+    bias = torch.randn(2, 1, 2, 3, generator=torch.Generator().manual_seed(0))
+    wanted = torch.stack([rows(each) for each in bias])
+    torch.testing.assert_close(torch.func.vmap(rows)(bias), wanted, **ROUNDING)
+    compiled = torch.compile(rows, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(bias[0]), wanted[0], **ROUNDING)
+
+
 @pytest.mark.parametrize("name", ["exponential", "linear", "grouped"])
 def test_minus_infinity_leaves_the_empty_state(name: str) -> None:
     feature_map, _ = STREAMS[name]

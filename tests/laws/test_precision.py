@@ -11,7 +11,7 @@ from torch import Tensor
 
 import linattn
 from grid import BACKENDS, CASES, Case, build, qkv, relative_error, tokens
-from linattn.feature_maps import FeatureMap
+from linattn.feature_maps import FeatureMap, features
 from linattn.positions import relative_bias_attention
 
 
@@ -55,6 +55,15 @@ def test_autocast_changes_no_window(map_name: str, is_causal: bool, backend: str
     with torch.autocast("cpu", torch.bfloat16):
         cast = everything()
     assert all(torch.equal(x, y) for x, y in zip(plain, cast, strict=True))
+
+
+@pytest.mark.parametrize("side", ["query", "key"])
+@pytest.mark.parametrize("name", ["FavorPlus", "LearnedExponential", "Expansion", "Balanced-Oprf"])
+def test_autocast_changes_no_features(name: str, side: str) -> None:
+    feature_map, x = build(name), qkv(heads=2, dtype=torch.float32)[1]
+    plain = features(feature_map, x, side)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(features(feature_map, x, side), plain)
 
 
 @pytest.mark.parametrize("num_queries", [37, 5])

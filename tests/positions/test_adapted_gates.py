@@ -169,6 +169,14 @@ def test_gates_are_those_of_the_changed_layer(kind: InputGate, change: str) -> N
             return
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hooks_on_a_projection_are_called(dtype: torch.dtype) -> None:
+    gate, x = ForgetGate(E, HEADS).to(dtype), torch.zeros(1, 1, E, dtype=dtype)
+    gate.forget.register_forward_hook(lambda _, args, out: out + 2)
+    wanted = torch.nn.functional.logsigmoid(gate.forget.bias.float() + 2)
+    torch.testing.assert_close(gate(x).log_forget.flatten(), wanted, rtol=2**-5, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 def test_gates_of_models_in_half_precision(change: str, dtype: torch.dtype) -> None:

@@ -72,3 +72,17 @@ def test_rates_stay_as_they_are_where_a_model_is_cast(dtype: torch.dtype) -> Non
 def test_a_decay_without_values_is_named() -> None:
     with torch.device("meta"):
         assert "meta" in repr(FixedDecay.alibi(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rates_of_a_cast_checkpoint_are_refused(dtype: torch.dtype) -> None:
+    """They would add up to another decay."""
+    gate = FixedDecay.retnet(8)
+    with pytest.raises(ValueError, match=f"rates was saved as {dtype}, wanted torch.float64"):
+        gate.load_state_dict({name: x.to(dtype) for name, x in gate.state_dict().items()})
+    gate.load_state_dict(FixedDecay.alibi(8).state_dict())
+    assert torch.equal(gate.rates, FixedDecay.alibi(8).rates)
+
+
+def test_rates_may_be_a_tensor() -> None:
+    assert torch.equal(FixedDecay(torch.tensor([0.5, 0.25])).rates, FixedDecay([0.5, 0.25]).rates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -344,6 +345,13 @@ def refused(gate: object = None, log_input: object = None, **changes: object) ->
     return gated_attention_with_state(q, k, v, build("FavorPlus"), given, enable_gqa=True, **changes)
 
 
+def holding(wrong: float) -> Tensor:
+    """Gates of which one is another."""
+    log_forget = -torch.rand(2, 2, 5, generator=torch.Generator().manual_seed(0))
+    log_forget[1, 0, 3] = wrong
+    return log_forget
+
+
 REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a list": (lambda: refused([0.0]), TypeError, "log_forget must be a floating tensor.*got list"),
     "integers": (lambda: refused(torch.zeros(2, 2, 5).int()), TypeError, "log_forget must be a floating.*int32"),
@@ -363,6 +371,8 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         r"key_mask must be \(B, L\) for gates",
     ),
+    "one that is no number": (lambda: refused(holding(math.nan)), ValueError, "log_forget must be .* below infinity"),
+    "an infinite one": (lambda: refused(holding(math.inf)), ValueError, "log_forget must be .* below infinity"),
     "a mask of integers": (lambda: refused(key_mask=torch.ones(2, 5)), TypeError, "key_mask must be a bool tensor"),
 }
 

@@ -151,7 +151,7 @@ def linear_attention_with_state(
         S_t = S_{t-1} + φ(k_t)v_tᵀ,   z_t = z_{t-1} + φ(k_t),   out_t = φ(q_t)ᵀS_t / φ(q_t)ᵀz_t
 
     Prefill, chunks and single tokens are the same call, cut anywhere. Cost as `linear_attention`, whatever the state
-    has seen. Later tokens never reach earlier outputs.
+    has seen. Later finite tokens never reach earlier outputs.
 
     Args:
         query, key, value: as in `linear_attention`; with Lq < Lk the queries are the last ones, with Lq > Lk the first

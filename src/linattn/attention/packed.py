@@ -83,8 +83,7 @@ def linear_attention_packed_with_state(
 ) -> Attended[State]:
     """Causal attention to packed sequences, and the state after each: prompts of any lengths, continued as one batch.
 
-    Cost, arguments and errors are those of `linear_attention_packed`; a map that takes statistics from the call must be
-    fitted first.
+    Cost, arguments and errors are those of `linear_attention_packed`; maps that take statistics must be fitted.
 
     Returns:
         Attended(out, state): (1, H, T, Dv) in the query's dtype, and a State of N rows, one for each sequence in turn.

@@ -183,10 +183,8 @@ class State(Restored):
                 "state.flush(feature_map) of each, which puts the keys of their windows into the sums"
             )
         if self.built_with != other.built_with:
-            raise ValueError(
-                f"cannot merge states of different maps, got {self.built_with} and {other.built_with}; build both with "
-                "one map, of one draw"
-            )
+            maps = f"{self.built_with} and {other.built_with}"
+            raise ValueError(f"cannot merge states of different maps, got {maps}; build both with one map of one draw")
         for state in (self, other):
             state.check_tensors()
         for name in Sums._fields:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps import FeatureMap
-from linattn.softmax.tracing import is_followed, is_traced, is_transformed
+from linattn.softmax.tracing import has_values, is_followed, is_traced, is_transformed
 
 if TYPE_CHECKING:
     from linattn.attention.state import State
@@ -70,6 +70,8 @@ def per_feature(factors: Tensor, num_features: int) -> Tensor:
 
 # Exponents of this size keep 4e-6 of a weight in float32.
 _FAR = 64.0
+# An exponent of this over a dtype's rounding, 4,096 in float32, keeps this share of a weight.
+_FAINT = 2.0**-11
 
 
 def split_factor(log_factor: Tensor, before: Tensor | None, shape: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
@@ -98,10 +100,15 @@ def relative_to(state: State, bias: Tensor | None, length: int) -> tuple[State, 
     newest = apart.new_full((1, 1), 0.0 if length else -torch.inf)
     if bias is not None and length:
         newest = bias.detach().amax(-1).to(apart.dtype)
-    # It stays apart where the state's keys weigh at least as much as each token.
-    apart = torch.where(apart + _peak(state) >= newest, apart, 0)
-    near = replace(state.without(apart), apart=None)
-    if not bool(apart.any()):
+    # It stays apart where the state's keys weigh at least as much as each token. Elsewhere exponents take it, as far as
+    # rows that see the state alone keep their digits: keys fainter still weigh nothing beside a token.
+    peak = _peak(state)
+    stays = (apart + peak >= newest) | (peak == -torch.inf)
+    least = newest - peak - _FAINT / torch.finfo(state.m.dtype).eps
+    near = replace(state, apart=torch.where(stays, apart, torch.maximum(apart, least)))
+    apart = torch.where(stays, apart, 0)
+    near = replace(near.without(apart), apart=None)
+    if has_values(apart) and not bool(apart.any()):
         return near, bias, None
     biases = apart.new_zeros(1, 1, length) if bias is None else bias
     return near, (biases - apart.unsqueeze(-1)).to(near.m.dtype), apart

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from linattn.feature_maps._digest import digest_of_weights
 from linattn.feature_maps._powers import Powers, as_powers
 from linattn.softmax.checking import check_dense
-from linattn.softmax.tracing import constant_in_graphs, is_fake, is_traced, outside_inference
+from linattn.softmax.precision import outside_autocast
+from linattn.softmax.tracing import constant_in_graphs, is_fake, is_traced, outside_inference, outside_transforms
 
 # Numbers, and the fewest tokens, of the pieces in which a map without a `write_query` of its own fills a buffer.
 _PIECE, _FEWEST = 2**17, 16
@@ -63,7 +64,8 @@ class UncastBuffers(nn.Module):
             return True
         buffers = [x for x in held.values() if x is not None]
         if not any(x.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(x) for x in buffers):
-            self._derive_from_buffers()
+            with outside_transforms():
+                self._derive_from_buffers()
             return True
         for name in self._decomposed:
             if not any(held[name] is x for _, x, _ in then):
@@ -195,8 +197,7 @@ class FeatureMap(nn.Module, ABC):
     def write_query_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
         """log₂e·`query` + rows + columns: exponents of base 2, written into a buffer; only where `exponential`.
 
-        Maps with a matrix product override it, so that the sum is the product's own: passes over (..., L, R) cost as
-        much as arithmetic.
+        Maps with a matrix product override it, so that the sum is the product's own: passes over (..., L, R) are dear.
 
         Args:
             x: (B, H, L, D), in float32 or float64.
@@ -204,13 +205,13 @@ class FeatureMap(nn.Module, ABC):
             rows: (B, H or 1, L, 1), or None for 0.
             columns: (B, H, 1, R).
         """
-        return as_powers(self.write_query(x, out), rows, columns)
+        return as_powers(self.write_query(x, out), rows, columns, out)
 
     def write_key_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
         """`write_query_powers` of keys."""
         if type(self).key is FeatureMap.key:
             return self.write_query_powers(x, out, rows, columns)
-        return as_powers(self.write_key(x, out), rows, columns)
+        return as_powers(self.write_key(x, out), rows, columns, out)
 
     def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """The gradient of `query`'s input, given that of its output: (..., L, D), (..., L, R) -> (..., L, D).
@@ -351,10 +352,11 @@ def features(feature_map: FeatureMap, x: Tensor, side: str) -> Tensor:
     """
     if side not in ("query", "key"):
         raise ValueError(f'side must be "query" or "key", got {side!r}')
-    phi = feature_map.query(x) if side == "query" else feature_map.key(x)
+    with outside_autocast(x.device):
+        phi = feature_map.query(x) if side == "query" else feature_map.key(x)
+        weight = feature_map.query_log_weight(x) if side == "query" else feature_map.key_log_weight(x)
     if feature_map.exponential:
         return torch.exp(phi)
-    weight = feature_map.query_log_weight(x) if side == "query" else feature_map.key_log_weight(x)
     if weight is None:
         return phi
     # Where every key has one weight per group of features, the features are all products of both.

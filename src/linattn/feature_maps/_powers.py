@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from linattn.softmax.precision import LOG2_E
+from linattn.softmax.tracing import is_followed
 
 
 class Powers(NamedTuple):
@@ -31,10 +32,19 @@ class Powers(NamedTuple):
         return torch.addmm(term, rows, self.weights).view(*x.shape[:-1], self.weights.shape[-1])
 
 
-def as_powers(exponents: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
-    """log₂e·exponents + rows + columns, written over the exponents (..., L, R)."""
-    torch.add(columns, exponents, alpha=LOG2_E, out=exponents)
-    return exponents if rows is None else exponents.add_(rows)
+def as_powers(exponents: Tensor, rows: Tensor | None, columns: Tensor, out: Tensor) -> Tensor:
+    """log₂e·exponents + rows + columns, written into `out` (..., L, R), which the exponents may lie in."""
+    torch.add(columns, exponents, alpha=LOG2_E, out=out)
+    return out if rows is None else out.add_(rows)
+
+
+def squared_length(x: Tensor) -> Tensor:
+    """|x|², (..., L, 1)."""
+    # A norm keeps no squares in memory, and has no second derivative at 0.
+    if is_followed(x):
+        return x.square().sum(-1, keepdim=True)
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return length.square()
 
 
 def add_multiplied_(out: Tensor, x: Tensor, weights: Tensor) -> Tensor:

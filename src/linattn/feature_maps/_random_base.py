@@ -11,6 +11,7 @@ from linattn.feature_maps._arguments import check_count, check_seed, temperature
 from linattn.feature_maps._base import FeatureMap, UncastBuffers, has_number, in_both_dtypes
 from linattn.feature_maps._digest import UNREAD, digest
 from linattn.feature_maps._moments import Lengths, Rows
+from linattn.feature_maps._powers import squared_length
 
 Draw = Literal["orthogonal", "iid"]
 
@@ -169,8 +170,7 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
             ValueError: the variance is not a function of these alone, as that of `RandomRelu` and `Sderf`.
         """
         raise ValueError(
-            f"the relative variance of {type(self).__name__} is not a function of |x + y|² and |x - y|² alone; call "
-            "variance(q, k)"
+            f"the relative variance of {type(self).__name__} depends on more than |x ± y|²; call variance(q, k)"
         )
 
     def draw_digest(self) -> str:
@@ -210,9 +210,7 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
 
     def _half_square(self, x: Tensor, constant: float = 0.0) -> Tensor:
         """scale·|x|²/2 + constant, (..., L, 1)."""
-        # One pass that keeps nothing: the squares themselves would be another block of memory.
-        lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return torch.add(constant, lengths.square(), alpha=self.scale / 2)
+        return torch.add(constant, squared_length(x), alpha=self.scale / 2)
 
     def _rows(self) -> Rows:
         """Numbers of this draw that its moments depend on."""

@@ -9,6 +9,7 @@ from linattn.feature_maps._moments import log_mean_exp
 from linattn.feature_maps._powers import Powers, add_multiplied_
 from linattn.feature_maps._random_base import RandomFeatureMap
 from linattn.softmax.precision import LOG2_E
+from linattn.softmax.tracing import outside_transforms
 
 
 class SoftmaxEstimator(RandomFeatureMap):
@@ -71,10 +72,11 @@ class ExponentialEstimator(SoftmaxEstimator):
 
     def powers(self, dtype: torch.dtype) -> Powers | None:
         """The exponents taken apart, once after each change of W; None where W was swapped for one call."""
+        self._follow_buffers()
         if self._prepared_from is not self.projection:
             return None
         if dtype not in self._powers:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), outside_transforms():
                 self._powers[dtype] = self._apart(self._prepared[torch.float64][0], dtype)
         return self._powers[dtype]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from linattn.feature_maps._base import FeatureMap
 from linattn.feature_maps._fitted import FittedMap
 from linattn.feature_maps.expansion import GroupedFeatureMap
-from linattn.softmax.precision import LOG2_E
+from linattn.softmax.precision import LOG2_E, outside_autocast
 
 
 class Wrapper(FittedMap):
@@ -120,7 +120,8 @@ class Wrapper(FittedMap):
     def _fit_inner(self, query: Tensor, key: Tensor) -> None:
         """Fit the inner map, where it takes statistics, on samples (B, Hkv, ·, D) as this map takes them."""
         if isinstance(self.inner, FittedMap):
-            self.inner.fit(self.inner_query(query), self.inner_key(key))
+            with outside_autocast(key.device):
+                self.inner.fit(self.inner_query(query), self.inner_key(key))
 
 
 def _joint(rows: Tensor | None, log_weight: Tensor | None) -> Tensor | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from linattn.feature_maps._arguments import check_count, check_seed, temperature
 from linattn.feature_maps._base import FeatureMap
 from linattn.feature_maps._fitted import FittedMap, by_head, grouped_sample, kmeans, means, nearest, token_mean
+from linattn.feature_maps._powers import squared_length
 from linattn.softmax.precision import outside_autocast
 
 # Tokens per head that a fit looks at, evenly spread: enough for means, and its cost stays below that of attention.
@@ -121,8 +122,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
     Centres come from `fit` or the constructor, one set per key/value head, shared by the queries of its group; or,
     where none were given, from each call of attention that is not causal (`call_tensors`): constants for gradients.
 
-    Cost: O(L·C·F·Dv) time for keys and O(L·F·Dv) for queries; F = 1, 1 + D or 1 + D + D(D + 1)/2. A state has C·F
-    features.
+    Cost: O(L·C·F·Dv) time for keys and O(L·F·Dv) for queries; F = 1, 1 + D or 1 + D + D(D + 1)/2; R = C·F.
 
     Args:
         head_dim: D, the width of a query or key.
@@ -200,8 +200,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
 
         Cost: O(Hkv·N·C·D) time for N queries, some twenty times.
 
-        Arguments and errors are those of `FittedMap.fit`, and `seed` of the k-means++ start; centres of one head serve
-        any number.
+        Arguments and errors are those of `FittedMap.fit`, and `seed` of the k-means++ start; one head's serve all.
 
         Example:
             >>> import torch
@@ -261,7 +260,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
         mean = z[..., 1 : 1 + self.head_dim] / count.masked_fill(count == 0, 1)
         u = (delta * mean).sum(-1, keepdim=True)
         if self.order == 1:
-            deviation = torch.linalg.vector_norm(delta, dim=-1, keepdim=True) * place[..., -1:]
+            deviation = squared_length(delta).clamp(min=torch.finfo(delta.dtype).tiny).sqrt() * place[..., -1:]
             share = _REACH / deviation.clamp(min=_REACH)
             return torch.cat((1 - share * u, share * delta), -1), u.squeeze(-1)
         first, second = self.pairs.unbind()

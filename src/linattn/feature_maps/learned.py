@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from linattn.feature_maps._arguments import check_count, check_seed, temperature
 from linattn.feature_maps._base import FeatureMap, features
 from linattn.feature_maps._digest import digest
-from linattn.feature_maps._powers import add_multiplied_, as_powers, multiplied
+from linattn.feature_maps._powers import add_multiplied_, as_powers, multiplied, squared_length
 from linattn.feature_maps._random_base import draw_projection
 from linattn.softmax.precision import LOG2_E
 
@@ -69,8 +69,7 @@ class Exponents(nn.Module):
 
     def _half_square(self, x: Tensor, factor: float = 1.0) -> Tensor:
         """factor·|x̃|²/2, (..., L, 1)."""
-        lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return lengths.square() * (factor * self.scale / 2)
+        return squared_length(x) * (factor * self.scale / 2)
 
     @staticmethod
     def _rows(parameter: Tensor, x: Tensor) -> Tensor:
@@ -96,7 +95,7 @@ class SignedExponents(Exponents):
         x, weights = self._operands(x)
         positive, negative = out.chunk(2, -1)
         torch.neg(multiplied(x, weights, positive).add_(self._rows(self.bias, x)), out=negative)
-        return as_powers(out, rows, columns)
+        return as_powers(out, rows, columns, out)
 
     def pull(self, x: Tensor, grad: Tensor) -> Tensor:
         """From the gradient of `forward`'s output to that of its input."""
@@ -194,8 +193,7 @@ class LearnedExponential(LearnedMap):
     `softmax_kernel` is true: the map stands for exp(scale·q·k), at the start without bias, later as well as it was
     trained to, and what it makes of some keys combines with exact attention to others. Train it as it will be used:
     without an exact part the output does not depend on a factor common to all weights of a query, so nothing keeps that
-    factor where an exact part added later wants it; beside one (`window`, `combine`) the common normaliser
-    trains it too.
+    factor where an exact part added later wants it; beside one (`window`, `combine`) the normaliser trains it too.
 
     Cost: O(L·R·D) time, O(L·R) memory; 2·R·(D + 2) parameters, per head with `num_heads`.
 

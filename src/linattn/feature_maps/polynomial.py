@@ -123,8 +123,7 @@ class Taylor(MonomialMap):
         scale: factor on q·k, > 0; D**-0.5 if None.
 
     Raises:
-        ValueError: if `head_dim` is not a positive integer, `order` is neither 1 nor 2, or `scale` is not a finite
-            number > 0.
+        ValueError: if `head_dim` is not a positive integer, `order` is neither 1 nor 2, or `scale` not finite and > 0.
 
     Example:
         >>> import torch

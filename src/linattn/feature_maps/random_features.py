@@ -181,8 +181,7 @@ class RandomRelu(RandomFeatureMap):
             side of all rows gives no weight to any key, and its output is 0.
 
     Raises:
-        ValueError: if a size is not a positive integer, an option is not one of those above, or `floor` is negative or
-            not finite.
+        ValueError: if a size is no positive integer, an option is none of those above, or `floor` is < 0 or not finite.
 
     Example:
         >>> import torch

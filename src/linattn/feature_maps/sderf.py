@@ -31,8 +31,7 @@ class Sderf(ExponentialEstimator, FittedMap):
         head_dim: D, the width of a query or key.
         num_features: R.
         draw, scale, seed, num_heads: as in `RandomFeatureMap`.
-        second_moment: S, (Hkv, D, D) or (D, D), floating, symmetric and positive semidefinite; None to measure it with
-            `fit`.
+        second_moment: S, (Hkv, D, D) or (D, D), floating, symmetric, positive semidefinite; None: `fit` measures it.
 
     Raises:
         ValueError: if a size is not a positive integer, an option is not one of those above, or `second_moment` is not

@@ -255,13 +255,7 @@ def _rows(tokens: _GroupedTokens, config: MergedKV, *, with_log: bool, backend: 
 
 
 def _continued(
-    tokens: _GroupedTokens,
-    keys: Kept | None,
-    config: MergedKV,
-    *,
-    with_log: bool,
-    backend: str,
-    is_stream: bool = True,
+    tokens: _GroupedTokens, keys: Kept | None, config: MergedKV, *, with_log: bool, backend: str, is_stream: bool = True
 ) -> tuple[Reading, Kept]:
     """Causal rows whose blocks are counted from each row's first live token, and what is kept after all keys."""
 

@@ -6,8 +6,7 @@ A model is written out as the list of its blocks; a hybrid has softmax layers am
     model = LinearLM(256, blocks)
 
 Every layer has `forward`, for whole sequences, and `forward_with_state`, for streams cut anywhere. Letters: B batch,
-H query heads, Hkv key/value heads, L tokens (Lq, Lk), E width of a layer, D head width, Dv value width, R features, V
-vocabulary.
+H query heads, Hkv key/value heads, L tokens (Lq, Lk), E a layer's width, D head width, Dv value width, R features.
 """
 
 from linattn.nn.attention import Attention as Attention

@@ -216,10 +216,8 @@ class Attention(nn.Module, ABC):
         """Refuse tokens of another shape, and a memory where an order matters."""
         _check_shape("x", x, self.embed_dim)
         if memory is None and self.memory_dim != self.embed_dim:
-            raise ValueError(
-                f"this layer attends to a memory of width {self.memory_dim}, its own tokens are {self.embed_dim} wide; "
-                "give memory"
-            )
+            widths = f"of width {self.memory_dim}, its own tokens are {self.embed_dim} wide"
+            raise ValueError(f"this layer attends to a memory {widths}; give memory")
         if memory is not None:
             _check_shape("memory", memory, self.memory_dim)
             ordered = {"is_causal": self.is_causal, "positions": self.positions, "gate": self.gate}

@@ -120,8 +120,7 @@ class MultiheadAttention(nn.Module):
         Raises:
             ValueError: tokens are nested; `value` is not `key`; weights are asked for; the call's direction is not the
                 layer's; `attn_mask` is another than the causal one, or has no values to compare, as under
-                torch.compile, and `is_causal` does not say what it is; a floating padding mask has other numbers;
-                shapes do not fit.
+                torch.compile, and `is_causal` does not say what it is; a padding mask of other numbers; shapes.
         """
         if query.is_nested:
             raise ValueError(

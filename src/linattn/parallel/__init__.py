@@ -9,8 +9,7 @@ Before all others goes one all-gather of 24 bytes per rank, a digest of the call
 differ are refused, on all of them, by a `ValueError` that names them and what differs.
 
 `ContextParallel` makes attention layers take parts of sequences. Letters: P ranks, B batch, H query heads, Hkv
-key/value heads, L tokens of a rank (Lq, Lk), E width of a layer, D head width, Dv value width, R features, M exponents
-kept per head.
+key/value heads, L tokens of a rank (Lq, Lk), E a layer's width, D head width, Dv value width, R features, M exponents.
 """
 
 from linattn.parallel.context_parallel import ContextParallel as ContextParallel

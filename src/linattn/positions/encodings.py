@@ -101,7 +101,10 @@ def token_positions(key_mask: Tensor, start: Tensor | int = 0) -> tuple[Tensor, 
     if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool or key_mask.ndim != 2:
         raise TypeError(f"key_mask must be a bool tensor (B, L), True = attend, got {key_mask!r}")
     seen = key_mask.long().cumsum(1)
-    first = torch.as_tensor(start, device=key_mask.device).expand(key_mask.shape[0])
+    first = torch.as_tensor(start, device=key_mask.device)
+    if first.shape not in ((), key_mask.shape[:1]):
+        raise ValueError(f"start must be a number, or of shape ({key_mask.shape[0]},), got {tuple(first.shape)}")
+    first = first.expand(key_mask.shape[0])
     return first.unsqueeze(1) + seen - key_mask.long(), first + key_mask.sum(1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, Self, final, get_args
+from typing import Any, Literal, NamedTuple, Self, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -195,6 +195,8 @@ def spans(log_forget: Tensor) -> Iterator[slice]:
     if not length or is_unread or bool((fallen[:, -1] - fallen[:, 0] <= _LONGEST_FALL).all()):
         yield slice(0, length)
         return
+    if not bool(fallen[:, -1].isfinite().all()):
+        raise ValueError("log_forget must be numbers below infinity, logarithms of gates, and some are none")
     fallen, start = fallen.cpu(), 0
     while start < length:
         end = int(torch.searchsorted(fallen, fallen[:, start : start + 1] + _LONGEST_FALL, right=True).min())
@@ -295,7 +297,8 @@ def _projected(linear: nn.Linear, x: Tensor) -> Tensor:
     with outside_autocast(x.device):
         x = x.to(accumulation_dtype(x.dtype))
         dtype = next((weight.dtype for weight in linear.parameters() if weight.is_floating_point()), x.dtype)
-        is_plain = type(linear) is nn.Linear and not (linear._forward_pre_hooks or "forward" in vars(linear))
+        hooks = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
+        is_plain = type(linear) is nn.Linear and not hooks
         if is_plain and dtype != x.dtype:
             projected = nn.functional.linear(x, linear.weight.to(x.dtype), linear.bias.to(x.dtype))
         else:  # adapters, quantized, pruned and offloaded weights have a way of their own
@@ -329,17 +332,16 @@ class FixedDecay(UncastBuffers, Gate):
 
     def __init__(self, rates: Sequence[float]) -> None:
         super().__init__()
+        rates = [float(rate) for rate in rates]
         if not rates or not all(math.isfinite(rate) and rate >= 0 for rate in rates):
-            raise ValueError(f"rates must be finite numbers >= 0, one for each key/value head, got {list(rates)}")
+            raise ValueError(f"rates must be finite numbers >= 0, one for each key/value head, got {rates}")
         self.num_heads = len(rates)
         # Rounded decays would add up: they stay float64 when a model is cast.
-        self.register_buffer("rates", torch.tensor(list(rates), dtype=torch.float64))
+        self.register_buffer("rates", torch.tensor(rates, dtype=torch.float64))
 
     @classmethod
     def alibi(cls, num_heads: int) -> Self:
-        """ALiBi's slopes: 2^(-8h/H) for h = 1…H, H a power of two; else those of the next lower one and every second
-        of its double's.
-        """
+        """ALiBi's slopes: 2^(-8h/H), h = 1…H, H a power of two; else the next lower one's and every second of twice."""
         lower = 2 ** int(math.log2(check_count("num_heads", num_heads)))
         slopes = [2.0 ** (-8 * h / lower) for h in range(1, lower + 1)]
         between = [2.0 ** (-4 * h / lower) for h in range(1, 2 * (num_heads - lower), 2)]
@@ -353,6 +355,16 @@ class FixedDecay(UncastBuffers, Gate):
     def forward(self, x: Tensor) -> Gates:
         """log f = -λ at every token of (B, L, E); (1, Hkv, L)."""
         return Gates(-self.rates[None, :, None].expand(-1, -1, x.shape[1]))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load, rates that were cast refused."""
+        saved = state_dict.get(f"{prefix}rates")
+        if saved is not None and saved.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"{prefix}rates was saved as {saved.dtype}, wanted torch.float64: rounded decays add up; load a "
+                "checkpoint whose buffers were not cast"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         """The rates."""

@@ -148,8 +148,7 @@ def _checked_bias(bias: Tensor, query: Tensor, key: Tensor, *, is_causal: bool) 
         raise ValueError(f"bias must be (heads, {wanted}) with 1, {kv_heads} or {heads} heads, got {tuple(bias.shape)}")
     if bias.shape[1] < needed:
         raise ValueError(
-            f"{length} tokens need biases for {needed} distances, got {bias.shape[1]}; train a longer table, or repeat "
-            "its ends"
+            f"{length} tokens need biases for {needed} distances, got {bias.shape[1]}; train more, or repeat the ends"
         )
     return bias.unsqueeze(1) if bias.shape[0] in (1, kv_heads) else bias.unflatten(0, (kv_heads, -1))
 

@@ -54,15 +54,11 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}; convert it with {name}.float()"
             )
     if len({x.dtype for x in named.values()}) > 1:
-        raise TypeError(
-            f"query, key and value must share one dtype, got {query.dtype}, {key.dtype}, {value.dtype}; "
-            "convert with .to()"
-        )
+        dtypes = f"{query.dtype}, {key.dtype}, {value.dtype}"
+        raise TypeError(f"query, key and value must share one dtype, got {dtypes}; convert with .to()")
     if len({x.device for x in named.values()}) > 1:
-        raise ValueError(
-            f"query, key and value must be on one device, got {query.device}, {key.device}, {value.device}; "
-            "move with .to()"
-        )
+        devices = f"{query.device}, {key.device}, {value.device}"
+        raise ValueError(f"query, key and value must be on one device, got {devices}; move with .to()")
     if query.is_meta:
         raise ValueError(
             "query, key and value are on the meta device, which holds shapes without values; attention needs values: "

@@ -26,7 +26,8 @@ def missing(package: str) -> str:
     """Why the package cannot be called, or ""."""
     name, (extra, interface) = package.replace("_", "-"), EXTENSIONS[package]
     try:
-        installed = import_module(package).INTERFACE
+        # A folder that is left where it was has none.
+        installed = getattr(import_module(package), "INTERFACE", None)
     except ImportError as error:
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == package
         why = f"is not installed (pip install 'linattn[{extra}]')" if is_absent else f"cannot be loaded: {error}"

@@ -1,10 +1,12 @@
 """Whether something follows what is computed with tensors, or traces it; torch has no public names for most of it."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -27,6 +29,11 @@ def is_followed(*tensors: Tensor | None) -> bool:
 def is_transformed() -> bool:
     """Whether torch.func is at work: a tensor that it maps does not say whether it requires gradients."""
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """A context outside torch.func: what is kept from it for later calls is none of its wrappers."""
+    return temporarily_clear_interpreter_stack() if is_transformed() else nullcontext()
 
 
 def is_traced(*tensors: Tensor | None) -> bool:

@@ -27,14 +27,13 @@ class Compiled(Blocked):
             return [IN_GRAPHS]
         query, key, feature_map = call.query, call.key, call.bound.feature_map
         tokens = query, key, call.value
-        followed = bool(call.bound.tensors) or is_followed(*tokens, call.bias, *(before or ()))
-        objections = objections_to(tokens, is_followed=followed)
+        objections = objections_to(tokens, is_followed=is_followed(*tokens, call.bias, *(before or ())))
         if not (call.is_causal and key.shape[2] == query.shape[3] == 1):
             objections.append(
                 f"it takes causal calls of one token, and this has {query.shape[3]} queries and {key.shape[2]} keys"
                 f"{'' if call.is_causal else ', not causal'}"
             )
-        if not objections and _powers(call) is None:
+        if call.bound.tensors or _powers(call) is None:
             objections.append(f"it takes exponential maps that are one product of W and a token; not {feature_map}")
         if window is not None:
             objections.append("it reads no exact window beside the sums, and this call has one")

@@ -140,8 +140,7 @@ def check_window(window: object, feature_map: FeatureMap, num_queries: int, num_
     if num_keys < num_queries if is_causal else num_keys != num_queries:
         wanted = "no more queries than keys" if is_causal else "as many queries as keys"
         raise ValueError(
-            f"a window needs {wanted}, got {num_queries} queries and {num_keys} keys; leave it out where positions do "
-            "not correspond"
+            f"a window needs {wanted}, got {num_queries} and {num_keys}; leave it out where positions do not correspond"
         )
 
 

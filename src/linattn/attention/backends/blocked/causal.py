@@ -85,8 +85,7 @@ class JointRows:
         return bool(block.stop - block.start <= self.span)
 
     def safe_heads(self, keys: features.Keys, block: slice, m: Tensor, c: Tensor) -> Tensor | None:
-        """(B, H): where c exceeds, in no feature, by the allowed jump what the first row with a key sees; None for
-        everywhere.
+        """(B, H): where c exceeds in no feature, by the allowed jump, what the first row with a key sees; None: all.
 
         Each head decides for itself, so that its rounding does not depend on its neighbours.
         """
