@@ -49,16 +49,16 @@ FAULTS = (
     ),
     Fault(
         "one maximum for all rows of a weighted map",
-        "softmax/attention.py",
-        "    peak = logs.detach().amax(-1, keepdim=True) if logs.shape[-1] else logs.new_zeros(1)\n",
+        "softmax/partial.py",
+        "    peak = logs.detach().amax(dim, keepdim=True) if logs.shape[dim] else logs.new_zeros(1)\n",
         "    peak = logs.detach().amax() if logs.numel() else logs.new_zeros(1)\n",
         "tests/laws/test_combination.py",
     ),
     Fault(
         "take the logarithm of rows that saw nothing",
         "softmax/partial.py",
-        "torch.log(safe_total)",
-        "torch.log(total)",
+        "    total = torch.where(dead, 1, total)\n    return weights / total",
+        "    return weights / torch.where(dead, 1, total)",
         "tests/laws/test_combination.py",
     ),
     Fault(

@@ -9,8 +9,9 @@ from linattn.attention._check import checked_for, live_keys
 from linattn.attention.bound_map import bind
 from linattn.attention.sums import lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
-from linattn.softmax.attention import causal_mask, exponentials, inert
+from linattn.softmax.attention import causal_mask, inert
 from linattn.softmax.checking import check_indices
+from linattn.softmax.partial import exponentials
 from linattn.softmax.precision import accumulation_dtype, are_large, enlarged, lift, rescaled, small_power
 from linattn.softmax.tracing import is_fake
 

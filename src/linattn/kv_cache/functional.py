@@ -21,7 +21,7 @@ from linattn.kv_cache.stream import attend_causal_merging
 from linattn.softmax.checking import KeyWeights, Qkv, check_soft_cap, checked, refuse_sdpa_options
 from linattn.softmax.partial import Attended, AttendedPartial, Partial
 from linattn.softmax.precision import outside_autocast
-from linattn.softmax.row_groups import RowGroups, Streamed, turned
+from linattn.softmax.row_groups import Streamed, turned
 from linattn.softmax.tracing import has_values, outside_inference
 from linattn.softmax.weighted import Reading, Scoring, attend_to_all
 
@@ -179,12 +179,6 @@ def merged_attention_with_state(
     if attn_mask is not None or dropout_p:
         refuse_sdpa_options(attn_mask, dropout_p)
     tokens, keys = _begun((query, key, value), config, state, (key_mask, key_bias), (enable_gqa, soft_cap, backend))
-    if tokens.bias is None and tokens.key.shape[2] > 0 and not isinstance(keys, RowGroups):
-        # Without padding all rows begin at the same token: the short way of a decode step.
-        before = MergedKeys.empty(config, tokens.key, tokens.value) if keys is None else keys
-        with outside_autocast(query.device):
-            rows, merged = attend_causal_merging(*tokens[:4], before, tokens.scoring, with_log=False, backend=backend)
-        return Attended(rows.out.flatten(1, 2), _state(merged, tokens))
     rows, after = _continued(tokens, keys, config, with_log=False, backend=backend)
     return Attended(rows.out.flatten(1, 2), _state(after, tokens))
 

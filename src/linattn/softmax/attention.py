@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linattn.softmax.checking import KeyWeights, Qkv, checked, refuse_sdpa_options
-from linattn.softmax.partial import Partial
+from linattn.softmax.partial import Partial, shares
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 from linattn.softmax.tracing import is_transformed
 
@@ -130,25 +130,13 @@ def softmax_rows(
     """Rows (..., n, Dv) over keys (..., K, D) and values, in at least float32; 0 where every bias is -inf."""
     dtype = accumulation_dtype(query.dtype)
     logits = soft_capped((query.to(dtype) * scale) @ key.to(dtype).mT, soft_cap)
-    weights, peak = exponentials(logits if bias is None else logits + bias)
-    total = weights.sum(-1, keepdim=True)
-    dead = total == 0
-    total = torch.where(dead, 1, total)
-    log_normalizer = torch.where(dead, -torch.inf, total.log() + peak)
-    return Partial((weights / total @ value.to(dtype)).to(query.dtype), log_normalizer.squeeze(-1))
+    weights, log_normalizer = shares(logits if bias is None else logits + bias, -1)
+    return Partial((weights @ value.to(dtype)).to(query.dtype), log_normalizer)
 
 
 def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
     """c·tanh(x / c) of logits x, before biases and masks are added; x where there is no cap."""
     return logits if cap is None else cap * (logits / cap).tanh()
-
-
-def exponentials(logs: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(logs) (..., K), each row relative to its largest entry, and those (..., 1); rows of -inf are 0."""
-    peak = logs.detach().amax(-1, keepdim=True) if logs.shape[-1] else logs.new_zeros(1)
-    # A row that sees no key has peak -inf; any finite reference gives it weights 0.
-    peak = torch.where(peak == -torch.inf, 0, peak)
-    return torch.exp(logs - peak), peak
 
 
 def inert(bias: Tensor | None, *tokens: Tensor) -> tuple[Tensor, ...]:

@@ -128,21 +128,29 @@ def combine(*partials: Partial) -> Partial:
             f"combine needs partials of one shape, got (out, log_normalizer) of {sorted(set(shapes))}; "
             "read the parts with the same queries"
         )
-    logs = torch.stack([p.log_normalizer for p in partials])
-    peak = logs.detach().amax(0)
-    # Rows that saw nothing have peak -inf; any finite reference serves them.
-    peak = torch.where(peak == -torch.inf, 0, peak)
-    weights = torch.exp(logs - peak)
-    total = weights.sum(0)
-    # Guarded, so that rows that saw nothing have gradient 0 instead of NaN.
-    dead = total == 0
-    safe_total = torch.where(dead, 1, total)
-    shares = weights / safe_total
-    out = shares[0].unsqueeze(-1) * partials[0].out.to(shares.dtype)
-    for share, part in zip(shares[1:], partials[1:], strict=True):
-        out = torch.addcmul(out, share.unsqueeze(-1), part.out.to(shares.dtype))
-    log_normalizer = torch.where(dead, -torch.inf, torch.log(safe_total) + peak)
+    weights, log_normalizer = shares(torch.stack([p.log_normalizer for p in partials]), 0)
+    out = weights[0].unsqueeze(-1) * partials[0].out.to(weights.dtype)
+    for weight, part in zip(weights[1:], partials[1:], strict=True):
+        out = torch.addcmul(out, weight.unsqueeze(-1), part.out.to(weights.dtype))
     return Partial(out.to(partials[0].out.dtype), log_normalizer)
+
+
+def exponentials(logs: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
+    """exp(logs) relative to their largest along a dimension, and those, that dimension 1; 0 where all are -inf."""
+    peak = logs.detach().amax(dim, keepdim=True) if logs.shape[dim] else logs.new_zeros(1)
+    # Where no key is seen any finite reference serves.
+    peak = torch.where(peak == -torch.inf, 0, peak)
+    return torch.exp(logs - peak), peak
+
+
+def shares(logs: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """exp(logs) over their sum along a dimension, and the logarithm of the sum; 0 and -inf where all are -inf."""
+    weights, peak = exponentials(logs, dim)
+    total = weights.sum(dim, keepdim=True)
+    # Guarded, so that the gradient there is 0 instead of NaN.
+    dead = total == 0
+    total = torch.where(dead, 1, total)
+    return weights / total, torch.where(dead, -torch.inf, total.log() + peak).squeeze(dim)
 
 
 def joined(parts: list[Partial]) -> Partial:
