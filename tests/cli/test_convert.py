@@ -181,12 +181,27 @@ def test_a_folder_that_exists_is_refused_before_any_work(run, tmp_path, monkeypa
 def test_an_empty_folder_by_another_name(folder, text, tmp_path, monkeypatch):
     out = tmp_path / "here"
     out.mkdir()
-    monkeypatch.chdir(out)
+    monkeypatch.chdir(tmp_path)
     more = ["--text", str(text), "--tokens", "16", "--map", "Taylor(order=1)", "--minutes", "0"]
-    result = CliRunner(env=WIDE).invoke(app, ["convert", str(folder("bert")), ".", *more])
+    result = CliRunner(env=WIDE).invoke(app, ["convert", str(folder("bert")), "./here/../here/", *more])
     assert result.exit_code == 0, result.output
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
     assert report_of(out)["method"] == "Taylor(order=1)"
+
+
+@pytest.mark.parametrize("is_mount", [False, True])
+def test_a_folder_that_cannot_be_replaced_is_refused_before_any_work(run, tmp_path, monkeypatch, is_mount):
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr("linattn.cli.conversion.load", None)
+    if is_mount:
+        monkeypatch.setattr(type(out), "is_mount", lambda folder: folder == out)
+    else:
+        monkeypatch.chdir(out)
+    result = run()
+    assert result.exit_code == 1
+    assert "is the working directory, or holds it, or is a mount point, and would be replaced" in result.stderr
+    assert [path.name for path in tmp_path.rglob("*")] == ["out"]
 
 
 def test_another_conversion_is_not_gone_on_with(run, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from linattn.cli.app import app
+from linattn.cli.new_folder import finish
 from linattn.cli.training_progress import training_progress
 from linattn.records.locks import InUseError, locked
 from linattn.training import Progress
@@ -76,6 +77,42 @@ def test_the_work_is_held_until_the_model_is_written(run, tmp_path, monkeypatch)
     monkeypatch.setattr("linattn.cli.conversion.model_card", card)
     assert run().exit_code == 0
     assert seen == [True]
+
+
+def written(draft):
+    """A model of two files."""
+    draft.mkdir()
+    (draft / "model").write_text("new")
+    (draft / "README.md").write_text("new")
+
+
+@pytest.mark.parametrize("places", [["out"], ["out.unfinished/former"], ["out", "out.unfinished/former"]])
+def test_files_beside_a_model_that_is_continued_are_kept(tmp_path, places):
+    """Also after a kill between the renames, or after them."""
+    out, work = tmp_path / "out", tmp_path / "out.unfinished"
+    (tmp_path / "elsewhere").mkdir()
+    work.mkdir()
+    for place in map(tmp_path.joinpath, places):
+        (place / "figures").mkdir(parents=True)
+        for name in ("model", "README.md", "notes.txt", "figures/one"):
+            (place / name).write_text("old")
+        (place / "link").symlink_to(tmp_path / "elsewhere")
+    finish(work, out, written, is_continued=True)
+    files = {str(path.relative_to(out)): path.read_text() for path in out.rglob("*") if path.is_file()}
+    assert files == {"model": "new", "README.md": "new", "notes.txt": "old", "figures/one": "old"}
+    assert (out / "link").is_dir()
+    assert not list(work.iterdir())
+
+
+def test_a_link_to_a_model_that_is_continued(tmp_path):
+    out, work, place = tmp_path / "out", tmp_path / "out.unfinished", tmp_path / "place"
+    work.mkdir()
+    place.mkdir()
+    (place / "notes.txt").write_text("old")
+    out.symlink_to(place)
+    finish(work, out, written, is_continued=True)
+    assert (out / "notes.txt").read_text() == (place / "notes.txt").read_text() == "old"
+    assert not list(work.iterdir())
 
 
 @pytest.fixture

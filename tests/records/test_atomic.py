@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from linattn.records.atomic import atomic_file, atomic_folder, full_disk_names
+from linattn.records.atomic import atomic_file, atomic_folder, check_new, full_disk_names
 
 
 def names(folder: Path) -> list[str]:
@@ -50,6 +50,18 @@ def test_two_at_once_do_not_meet(tmp_path):
     with pytest.raises(OSError, match="not empty"):
         both()
     assert names(tmp_path) == ["new", "new/two"]
+
+
+@pytest.mark.parametrize("place", ["here", "here/..", "new"])
+def test_a_folder_that_cannot_be_replaced_is_refused_at_once(tmp_path, monkeypatch, place):
+    """The working directory, one that holds it, and a mount point."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "new").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(Path, "is_mount", lambda folder: folder == tmp_path / "new")
+    with pytest.raises(FileExistsError, match="is the working directory, or holds it, or is a mount point"):
+        check_new(tmp_path / place, is_replaced=True)
+    check_new(tmp_path / "other")
 
 
 def test_two_writers_of_a_file_do_not_meet(tmp_path):

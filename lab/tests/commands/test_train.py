@@ -135,7 +135,7 @@ def test_refusals(texts, tmp_path, trained):
     assert "exists and is not an empty folder" in result.stderr
 
 
-def test_a_finished_training_is_continued(texts, tmp_path):
+def test_a_finished_training_is_continued(texts, tmp_path, monkeypatch):
     """Its last checkpoint is gone on from, through a kill, and the longer training takes the folder's place."""
     out = tmp_path / "out"
     words = ["train", out, "--text", texts, *SMALL[:-1]]
@@ -154,9 +154,15 @@ def test_a_finished_training_is_continued(texts, tmp_path):
         assert command.ended()[0] == -9
     (tmp_path / "printed").unlink()
     assert json.loads((out / "training.json").read_text(encoding="utf-8")) == first
+    (out / "evaluation.txt").write_text("hours of work")
+    with monkeypatch.context() as inside:
+        inside.chdir(out)
+        result = run(*words, "40", "--resume")
+    assert "is the working directory, or holds it, or is a mount point" in result.stderr
     result = run(*words, "40", "--resume")
     assert result.exit_code == 0, result.output
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (out / "evaluation.txt").read_text() == "hours of work"
     second = json.loads((out / "training.json").read_text(encoding="utf-8"))
     assert second["trained"]["steps"] == 40
     assert second["trained"]["first_loss"] == first["trained"]["first_loss"]

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from linattn.cli.terminal import ending
 from linattn.processes import Processes
-from linattn.records.atomic import full_disk_names
+from linattn.records.atomic import check_new, full_disk_names
 from linattn.records.locks import LOCK, InUseError, locked
 
 # The first process alone writes.
@@ -34,10 +34,7 @@ def shared_folder(
     with ending(console, lambda: _what_is_left(work)):
         try:
             with locked(work):
-                if out.exists() and not is_continued and (not out.is_dir() or any(out.iterdir())):
-                    raise FileExistsError(
-                        f"{out} exists and is not an empty folder; give a new folder, or remove it first"
-                    )
+                check_new(out, is_replaced=is_continued)
                 yield console, work
         except InUseError:
             raise InUseError(
@@ -64,20 +61,27 @@ def check_same_options(processes: Processes, call: typer.Context) -> None:
 
 
 def finish(work: Path, out: Path, write: Callable[[Path], None], *, is_continued: bool = False) -> None:
-    """Let `write` fill a draft, give it `out`'s name, TensorBoard's curves with it, and remove the work after that."""
+    """Let `write` fill a draft, give it `out`'s name, curves and other files beside it, and then remove the work."""
     with full_disk_names(out):
         draft = work / "result"
         shutil.rmtree(draft, ignore_errors=True)
         write(draft)
         if (work / "logs").is_dir():
             shutil.copytree(work / "logs", draft / "logs")
+        former = work / "former"
+        # What a user keeps beside the model; a kill between the two renames has left it in the second.
+        for path in [path for place in (out, former) if place.is_dir() for path in place.iterdir()]:
+            if not (draft / path.name).exists():
+                copy = shutil.copytree if path.is_dir() else shutil.copy2
+                copy(path, draft / path.name)
         out.parent.mkdir(parents=True, exist_ok=True)
         if is_continued and out.exists():
-            out.rename(work / "former")
+            shutil.rmtree(former, ignore_errors=True)
+            out.rename(former)
         draft.rename(out)
     for path in work.iterdir():
         # The lock goes with the process that holds it.
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         elif path.name != LOCK:
             path.unlink()

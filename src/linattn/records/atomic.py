@@ -35,10 +35,7 @@ def atomic_file(path: Path) -> Iterator[TextIO]:
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """A folder that appears under its name, with all its files, only when the block ends well: rename(2)."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists and is not an empty folder; give a new folder, or remove it first")
-    if folder.exists() and folder.samefile("."):
-        raise FileExistsError(f"{folder} is the working directory, which would be replaced; give a new folder in it")
+    check_new(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = _beside(folder)
     try:
@@ -54,6 +51,19 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         # A file that cannot be removed must not hide the error.
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def check_new(folder: Path, *, is_replaced: bool = False) -> None:
+    """Refuse a name that a new folder cannot be given; with `is_replaced` one that holds files can."""
+    if not folder.exists():
+        return
+    if not folder.is_dir() or (not is_replaced and any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists and is not an empty folder; give a new folder, or remove it first")
+    if Path.cwd().is_relative_to(folder.resolve()) or folder.is_mount():
+        raise FileExistsError(
+            f"{folder} is the working directory, or holds it, or is a mount point, and would be replaced; give a new "
+            "folder elsewhere or in it"
+        )
 
 
 @contextmanager
