@@ -182,6 +182,18 @@ def compiled_errors(mesh: DeviceMesh, call: Whole) -> dict[str, float]:
     return found
 
 
+def second_derivatives_told(mesh: DeviceMesh, call: Whole) -> str:
+    """What a gradient of a gradient is told."""
+    (followed, _), part = call.tensors(), own_part(mesh, LENGTHS[2][0])
+    own = {name: _at(name, x, part).clone().requires_grad_() for name, x in followed.items()}
+    out = _part_out(call, own, call.map(), mesh)
+    try:
+        torch.autograd.grad(out.square().sum(), list(own.values()), create_graph=True)
+    except NotImplementedError as error:
+        return str(error)
+    return "nothing"
+
+
 def distributed_errors(mesh: DeviceMesh, dimension: str) -> float:
     """How far the rows of DTensors, split over data or heads, are from those of the whole."""
     query, key, value = qkv()

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from linattn.convert import Conversion, ConvertConfig, convert_
@@ -22,6 +22,7 @@ from linattn.hf.layer_attention import attention_of
 from linattn.methods.method import parse_method
 from linattn.processes import Processes
 from linattn.records.texts import Text
+from linattn.training import Steps, Training, train
 from linattn_lab.audit.grid import AuditGrid
 from linattn_lab.audit.measuring import Audit
 from linattn_lab.audit.records import AuditRow, LengthsRow, TimeRow
@@ -79,3 +80,20 @@ def step_gradients(mesh: DeviceMesh | None, folder: Path, name: str) -> dict[str
     grads = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     processes.average_(grads.values())
     return grads
+
+
+def trained_apart(mesh: DeviceMesh | None) -> list[list[float]]:
+    """Weights after a training in which each process's loss reaches another one, as an expert; the last no loss."""
+    aims = 1.0, -2.0
+    experts = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in (3, 2, 1)])
+    processes = Processes.of_this_run()
+
+    def loss(step: int) -> Tensor:
+        shares = range(2) if processes.size == 1 else [processes.rank % 2]
+        return sum((experts[n] - aims[n]).square().sum() for n in shares) / len(shares)
+
+    def validate() -> float:
+        return sum(float((experts[n].detach() - aims[n]).square().sum()) for n in range(2))
+
+    train(Training("experts", experts, [(list(experts), 0.05)], loss, validate, Steps(40)), None, lambda *_: None)
+    return [expert.tolist() for expert in experts]

@@ -15,6 +15,7 @@ from split_calls import (
     distributed_errors,
     errors_of_calls,
     refusals_of_distributed,
+    second_derivatives_told,
     state_errors,
 )
 
@@ -85,6 +86,13 @@ def test_every_rank_has_the_state_of_all(on_ranks, name, weights):
 def test_a_compiled_call_is_one_graph(on_ranks, window):
     for found in on_ranks(2, compiled_errors, Whole("FavorPlus", window=window)):
         assert max(found.values()) <= BOUND, found
+
+
+@pytest.mark.parametrize("call", [Whole("EluPlusOne", backend="reference"), Whole("FavorPlus", window=4)])
+def test_second_derivatives_are_refused(on_ranks, call):
+    """Each rank would have those of its own tokens alone."""
+    for words in on_ranks(2, second_derivatives_told, call):
+        assert "first derivatives only" in words
 
 
 @pytest.mark.parametrize("dimension", ["batch", "heads"])

@@ -207,9 +207,11 @@ class _Run:
         self._accelerator.backward(loss)
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         mean = loss.detach().clone()
-        # Sharded gradients are averaged already.
-        grads = (one.grad for one in parameters if not isinstance(one, DTensor))
-        self._processes.average_([mean, *(grad for grad in grads if grad is not None)])
+        # Sharded gradients are averaged already; what one process has no gradient of, as of an expert, another may.
+        whole = [one for one in parameters if one.requires_grad and not isinstance(one, DTensor)]
+        for one in whole if self._processes.size > 1 else ():
+            one.grad = torch.zeros_like(one) if one.grad is None else one.grad
+        self._processes.average_([mean, *(one.grad for one in whole if one.grad is not None)])
         value = float(mean)
         norm = self._accelerator.clip_grad_norm_(parameters, _CLIP)
         norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm or 0.0)
