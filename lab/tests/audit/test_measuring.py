@@ -14,9 +14,10 @@ from linattn.methods.method import parse_method
 from linattn.records.texts import Text
 from linattn_lab.audit.grid import AuditGrid
 from linattn_lab.audit.measuring import Audit
-from linattn_lab.audit.records import HeadRow, LengthsRow, ModelRow, RankRow, TimeRow
+from linattn_lab.audit.records import AUDIT, HeadRow, LengthsRow, ModelRow, RankRow, TimeRow
 from linattn_lab.built_methods import build
 from linattn_lab.costs import flops_per_token, state_numbers
+from linattn_lab.report.audit.summary import summarise_audit
 
 # A process audits each model once.
 pytestmark = pytest.mark.xdist_group("audits of heads")
@@ -187,6 +188,20 @@ def test_a_model_that_breaks_down_is_recorded_and_not_fatal(folder, prose, monke
     row = without_times(audit.rows())[-1]
     assert math.isnan(row.embedding_cosine)
     assert math.isnan(row.token_cosine)
+
+
+def test_a_head_without_values_is_measured(folder, prose, tmp_path):
+    """A pruned one: every method is exact there, averaging too."""
+    loaded = load(folder("llama"))
+    with torch.no_grad():
+        loaded.model.layers[1].self_attn.v_proj.weight[:8] = 0
+    audit = Audit(loaded, Text("words", prose), AuditGrid((parse_method("EluPlusOne"),), (8,), 1, 0), num_tokens=32)
+    AUDIT.write(tmp_path / "audit.jsonl", audit.header, audit.rows())
+    summary = summarise_audit(tmp_path / "audit.jsonl")
+    (line,) = summary.lines
+    assert summary.uniform_errors[1][:2] == (0.0, 0.0)
+    assert line.head_ratios[1][:2] == (1.0, 1.0)
+    assert 0 < line.error.mean < math.inf
 
 
 def test_a_short_text_is_read_whole(folder):

@@ -62,6 +62,13 @@ def test_the_fastest_of_the_good_ones_is_named_and_not_one_that_is_worse_or_fast
     assert ": EluPlusOne (2 features) has error 0.20" in told(*slow, *fair)[1]
 
 
+def test_a_method_that_is_better_than_averaging_is_named_before_one_whose_draws_are_not(told):
+    draws = [replace(row, draw=draw) for draw, e in ((0, 0.01), (1, 1.0)) for row in rows_of("Relu", error=e)[:2]]
+    summary, text = told(*draws, *rows_of("EluPlusOne", error=0.6))
+    assert [line.verdict for line in summary.lines] == ["no better", "better"]
+    assert text.startswith("Yes, at 8 tokens, if the error will do: EluPlusOne (2 features) has error 0.60")
+
+
 @pytest.mark.parametrize(
     ("options", "begins"),
     [

@@ -18,8 +18,8 @@ def verdict(summary: AuditSummary) -> Point:
 
     A smaller state is of use where it is kept between calls: an encoder keeps none.
 
-    The method is the fastest of those with a mean error of at most 0.1, if one of them is faster than softmax; else of
-    those with at most 0.3; else the one with the least error.
+    The method is one that is better than averaging, where any is: the fastest of those with a mean error of at most
+    0.1, if one of them is faster than softmax; else of those with at most 0.3; else the one with the least error.
     """
     heading = "Should I linearize this model?"
     chosen = chosen_line(summary)
@@ -86,12 +86,13 @@ def _next_step(summary: AuditSummary, crossover: Crossover) -> str:
 
 def chosen_line(summary: AuditSummary) -> Line | None:
     """The method that `verdict` is about; None where no error is finite."""
+    lines = [line for line in summary.lines if line.verdict != "no better"] or summary.lines
     for target in sorted(TARGETS):
-        met = [line for line in summary.lines if line.error.mean <= target]
+        met = [line for line in lines if line.error.mean <= target]
         faster = [line for line in met if line.time_ratio and line.time_ratio < 1]
         if faster:
             return min(faster, key=lambda line: line.time_ratio or math.inf)
-    return best_line(summary.lines)
+    return best_line(lines)
 
 
 def best_line(lines: Iterable[Line]) -> Line | None:
