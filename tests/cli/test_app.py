@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -170,6 +171,17 @@ def test_an_error_names_the_process_where_there_are_several(monkeypatch, rank, w
     assert error_line(ValueError("steps must be 1 or more"), "train", {"steps": "--steps"}) == (
         f"linattn {who}: --steps must be 1 or more"
     )
+
+
+def test_a_reader_that_has_enough_is_no_error(monkeypatch):
+    """As head -c 20, which closes the pipe."""
+
+    def closed(*_, **__):
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    monkeypatch.setattr("linattn.cli.generation.generation", closed)
+    result = CliRunner().invoke(app, ["generate", "model", "--prompt", "x"])
+    assert (result.exit_code, result.stderr) == (1, "")
 
 
 def test_an_error_without_words_has_its_name():

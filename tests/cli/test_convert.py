@@ -158,6 +158,7 @@ def test_maps_alone(run, folder, tmp_path):
         (["--tokens", "5000"], "--tokens is 5000, and BertModel takes at most 512"),
         (["--tokens", "500"], "wanted 16 or more"),
         (["--tokens", "4"], "which leaves 4 tokens for a text"),
+        (["--map", "FavorPlus"], "linattn convert: --features is None, and FavorPlus needs a number of features"),
     ],
 )
 def test_refusals_leave_nothing(run, tmp_path, more, message):
@@ -200,7 +201,7 @@ def test_a_folder_that_cannot_be_replaced_is_refused_before_any_work(run, tmp_pa
         monkeypatch.chdir(out)
     result = run()
     assert result.exit_code == 1
-    assert "is the working directory, or holds it, or is a mount point, and would be replaced" in result.stderr
+    assert "is a mount point or holds the working directory; give a new folder in it" in result.stderr
     assert [path.name for path in tmp_path.rglob("*")] == ["out"]
 
 
@@ -233,6 +234,17 @@ def test_a_figure_that_is_not_finite_is_written_as_text(run, tmp_path, monkeypat
     monkeypatch.setattr("linattn.convert.stages.relative_error", lambda x, y: torch.full(x.shape[1:2], torch.inf))
     assert run("--map", "Taylor(order=1)", "--minutes", "0").exit_code == 0
     assert report_of(tmp_path / "out")["stages"][1]["layers"][0]["error"] == "inf"
+
+
+def test_a_sentence_encoder_is_refused_without_the_package_that_writes_one(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("linattn.cli.conversion.find_spec", lambda name: None)
+    monkeypatch.setattr("linattn.cli.conversion.convert_", None)
+    result = CliRunner(env=WIDE).invoke(
+        app, ["convert", "all-MiniLM-L6-v2", str(tmp_path / "out"), "--text", str(text)]
+    )
+    assert result.exit_code == 1
+    assert "needs what is not installed here: pip install sentence-transformers" in result.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_sentence_encoder_loads_as_one(text, tmp_path):

@@ -62,6 +62,19 @@ def test_what_is_no_method(written, words):
         ConvertConfig(written)
 
 
+@pytest.mark.parametrize(
+    ("written", "number", "words"),
+    [
+        ("FavorPlus", None, "is None, and FavorPlus needs a number of features; give one"),
+        (("Taylor(order=1)", MAP), None, f"is None, and {MAP} needs a number of features"),
+        (None, 64, r"is 64, and Expansion\(num_centres=16\) has a width of its own"),
+    ],
+)
+def test_a_number_of_features_where_a_map_takes_one_and_nowhere_else(written, number, words):
+    with pytest.raises(ValueError, match=f"^num_features {words}"):
+        ConvertConfig(written, num_features=number)
+
+
 def test_the_default_is_a_map():
     assert parse_method(DEFAULT_MAP).label == DEFAULT_MAP
     assert [method.label for method in ConvertConfig().methods] == [DEFAULT_MAP]

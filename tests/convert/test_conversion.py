@@ -338,6 +338,10 @@ def test_refusals(build, batches, tmp_path, changes, words):
 def test_models_and_texts_that_cannot_be_used(build, batches, tokenizer, paragraphs):
     with pytest.raises(ValueError, match=r"weights in torch.bfloat16, whose steps round away; load it with"):
         convert_(build("bert").bfloat16(), batches, CONFIG)
+    coded = build("bert")
+    coded.register_parameter("codes", torch.nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False))
+    with pytest.raises(ValueError, match=r"weights in torch.uint8, whose steps round away; load it with"):
+        convert_(coded, batches, CONFIG)
     texts = ("\n\n".join(paragraphs),)
     with pytest.raises(ValueError, match="num_tokens is 512, and BertModel takes at most 32"):
         convert_(build("bert", max_position_embeddings=32), tokenizer, replace(CONFIG, texts=texts))
@@ -358,6 +362,11 @@ def test_models_and_texts_that_cannot_be_used(build, batches, tokenizer, paragra
         (lambda batch: batch["input_ids"], TypeError, "batch 9 is or holds Tensor"),
         (lambda batch: {**batch, "use_cache": True}, TypeError, r"batch 9 is or holds \['use_cache'\]"),
         (lambda batch: {**batch, "labels": batch["input_ids"]}, ValueError, "batch 9 holds labels"),
+        (
+            lambda batch: {**batch, "attention_mask": torch.ones(2, 1, 12, 12)},
+            ValueError,
+            r"batch 9 holds an attention_mask \(2, 1, 12, 12\), wanted \(B, L\)",
+        ),
     ],
 )
 def test_batches_that_are_none(build, batches, change, error, words):
@@ -365,6 +374,19 @@ def test_batches_that_are_none(build, batches, change, error, words):
     changed = [change(batch) if number == 9 else batch for number, batch in enumerate(batches)]
     with pytest.raises(error, match=words):
         convert_(build("bert"), changed, CONFIG)
+
+
+def test_a_model_of_which_nothing_learns(build, batches, ticking):
+    """Refused before any audit; a map that learns, adapters, or no time for it are something else."""
+    model, told = build("bert").requires_grad_(False), []
+    plain = ConvertConfig("Expansion(num_centres=2)", minutes=0.02)
+    with pytest.raises(ValueError, match="no weight requires a gradient: nothing can be distilled"):
+        convert_(model, batches, plain, measured=lambda name, share: told.append(name))
+    assert set(told) == {"exact"}
+    assert not is_linearized(model)
+    learned = "LearnedExponential(num_features=4)"
+    for changes in ({"minutes": 0}, {"distil": False}, {"adapter_rank": 2}, {"feature_map": learned}):
+        convert_(build("bert").requires_grad_(False), batches, replace(plain, **changes))
 
 
 def test_the_model_within_a_compiled_one_and_a_folder_that_is_named(build, batches, tmp_path):
@@ -383,5 +405,5 @@ def test_a_method_for_each_layer(build, batches):
     assert found.method == "; ".join(labels)
     maps = [layer.attention.self.linear_attention.feature_map for layer in model.encoder.layer]
     assert [type(feature_map).__name__ for feature_map in maps] == ["Taylor", "FavorPlus"]
-    with pytest.raises(ValueError, match="got 3 methods for the 2 layers to be converted; give one for each, in order"):
+    with pytest.raises(ValueError, match="got 3 methods for the 2 layers to convert; give one for each or for all"):
         convert_(build("bert"), batches, ConvertConfig((*labels, "Taylor"), minutes=0))

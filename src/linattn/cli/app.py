@@ -86,7 +86,8 @@ class _Subcommand(TyperCommand):
                 ctx.fail(f"Invalid value for '{parameter.opts[-1]}': {value} is beyond {MOST} in size.")
         try:
             return super().invoke(ctx)
-        except (typer.Exit, typer.Abort):
+        # The last one is of a reader that has enough, as head(1): click ends in silence.
+        except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except ERRORS as error:
             # A count of tokens is `num_tokens` in the library, and `tokens` may be so in a subcommand.

@@ -22,6 +22,8 @@ def conversion(call: typer.Context, model: str, out: Path, config: ConvertConfig
     """Convert a model into a new folder, and print both tables."""
     with launched() as processes, shared_folder("converting a model", processes, out, call) as (console, work):
         loaded = load(model, with_head=True)
+        if is_sentence_transformer(loaded.source) and find_spec("sentence_transformers") is None:
+            raise ImportError(f"{model} needs what is not installed here: pip install sentence-transformers")
         words = "Measuring and calibrating"
         with training_progress(console, words, lambda progress: f"loss {progress.best:.4f}") as shown:
             converted = convert_(
@@ -35,7 +37,7 @@ def conversion(call: typer.Context, model: str, out: Path, config: ConvertConfig
 
 def _write(loaded: LoadedModel, conversion: Conversion, draft: Path) -> None:
     """The model and its report."""
-    if is_sentence_transformer(loaded.source) and find_spec("sentence_transformers") is not None:
+    if is_sentence_transformer(loaded.source):
         from linattn.hf import sentence_transformers
 
         sentence_transformers.save_pretrained(sentence_transformers.with_model(loaded.source, loaded.model), draft)

@@ -27,19 +27,17 @@ def shared_folder(
     console, work = Console(quiet=not processes.is_first), out.with_name(f"{out.name}.unfinished")
     # Before anything of the first process's can fail while the others wait.
     check_same_options(processes, call)
-    if not processes.is_first:
-        with ending(console, str):
+    with ending(console, lambda: _what_is_left(work) if processes.is_first else ""):
+        if not processes.is_first:
             yield console, None
-        return
-    with ending(console, lambda: _what_is_left(work)):
+            return
         try:
             with locked(work):
                 check_new(out, is_replaced=is_continued)
                 yield console, work
         except InUseError:
-            raise InUseError(
-                f"another process is {doing} into {out}; wait until it has ended, or give another folder for OUT"
-            ) from None
+            words = f"another process is {doing} into {out}; wait until it has ended, or give another OUT"
+            raise InUseError(words) from None
 
 
 def check_same_options(processes: Processes, call: typer.Context) -> None:
@@ -54,10 +52,8 @@ def check_same_options(processes: Processes, call: typer.Context) -> None:
             holders = ", ".join(f"process {rank} has {value}" for rank, value in enumerate(values))
             differing.append(f"{name} ({holders})")
     if differing:
-        raise ValueError(
-            f"every process must be started with the same command, got different ones: {'; '.join(differing)}; start "
-            "all of them by one torchrun, or give each machine the same arguments"
-        )
+        words = "; ".join(differing)
+        raise ValueError(f"every process must be started with the same command, got different ones: {words}")
 
 
 def finish(work: Path, out: Path, write: Callable[[Path], None], *, is_continued: bool = False) -> None:

@@ -103,3 +103,6 @@ class ConvertConfig:
         for name, kinds in (("texts", str), ("layers", int | str)):
             if isinstance(value := getattr(self, name), kinds):
                 raise TypeError(f"{name} must be several, got {type(value).__name__}; write {name}=(…,)")
+        for method in methods:
+            if method.map is not None:
+                method.map.check_features(self.num_features)

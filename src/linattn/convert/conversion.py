@@ -112,27 +112,17 @@ def _check(model: PreTrainedModel, config: ConvertConfig, methods: tuple[Method,
     if is_linearized(model):
         raise ValueError(f"{type(model).__name__} is linearized already; call linattn.hf.restore_(model) first")
     if len(methods) > 1 and len(methods) != (number := len(choose_layers(model, config.layers).replaced)):
-        raise ValueError(
-            f"got {len(methods)} methods for the {number} layers to be converted; give one for each, in order, or one "
-            "for all"
-        )
-    narrow = {str(parameter.dtype) for parameter in model.parameters() if torch.finfo(parameter.dtype).bits < 32}
+        raise ValueError(f"got {len(methods)} methods for the {number} layers to convert; give one for each or for all")
+    narrow = {str(x.dtype) for x in model.parameters() if not x.is_floating_point() or x.dtype.itemsize < 4}
     if narrow:
-        raise ValueError(
-            f"{type(model).__name__} has weights in {', '.join(sorted(narrow))}, whose steps round away; load it with "
-            "dtype=torch.float32, and cast it when it is converted"
-        )
+        words = f"{', '.join(sorted(narrow))}, whose steps round away; load it with dtype=torch.float32"
+        raise ValueError(f"{type(model).__name__} has weights in {words}")
     size = Processes.of_this_run().size
     if config.batch_size % size and config.texts:
-        raise ValueError(
-            f"the texts of a step are dealt out to {size} processes, got batch_size={config.batch_size}; give a "
-            "multiple"
-        )
+        raise ValueError(f"{size} processes share a step's texts, got batch_size={config.batch_size}; give a multiple")
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and config.num_tokens > limit and config.texts:
-        raise ValueError(
-            f"num_tokens is {config.num_tokens}, and {type(model).__name__} takes at most {limit}; give at most that"
-        )
+        raise ValueError(f"num_tokens is {config.num_tokens}, and {type(model).__name__} takes at most {limit}")
 
 
 def _samples(
@@ -142,14 +132,8 @@ def _samples(
     if isinstance(tokenizer_or_batches, PreTrainedTokenizerBase):
         if not config.texts:
             raise ValueError("a tokenizer needs texts to read: give ConvertConfig(texts=…), or batches in its place")
-        return from_texts(
-            tokenizer_or_batches,
-            config.texts,
-            num_tokens=config.num_tokens,
-            min_tokens=config.min_tokens,
-            batch_size=config.batch_size,
-            seed=config.seed,
-        )
+        sizes: Any = {name: getattr(config, name) for name in ("num_tokens", "min_tokens", "batch_size", "seed")}
+        return from_texts(tokenizer_or_batches, config.texts, **sizes)
     if config.texts:
         raise ValueError("both batches and texts were given; give a tokenizer for the texts, or the batches alone")
     batches = checked(tokenizer_or_batches)

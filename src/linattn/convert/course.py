@@ -124,6 +124,9 @@ class Course:
         if len(methods) == 1:
             methods = methods * len(self._layers)
         maps = build_maps(methods, self._layers, calls, num_features=config.num_features, seed=config.seed)
+        learning = any(x.requires_grad for module in (self._model, *maps) for x in module.parameters())
+        if config.distil and config.minutes and config.adapter_rank is None and not learning:
+            raise ValueError("no weight requires a gradient: nothing can be distilled; give adapter_rank, or minutes=0")
         fitted = any(isinstance(feature_map, FittedMap) for feature_map in maps)
         # Before its fit, a map that takes statistics of a call cannot attend causally: there is nothing to measure.
         measurable = not (fitted and any(calls[layer.module_name].is_causal for layer in self._layers))

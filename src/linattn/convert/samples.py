@@ -89,15 +89,14 @@ def checked(batches: Iterable[Batch]) -> list[Batch]:
         if isinstance(batch, Mapping):
             name = [name for name, x in batch.items() if not isinstance(x, Tensor)]
         if name:
-            raise TypeError(
-                f"batches must be mappings of the model's inputs to tensors, as {{'input_ids': …}}, and batch {number} "
-                f"is or holds {name}; leave out what is no tensor"
-            )
+            words = f"batch {number} is or holds {name}; leave out what is no tensor"
+            raise TypeError(f"batches must be mappings of the model's inputs to tensors, and {words}")
         if "labels" in batch:
             raise ValueError(
-                f"batch {number} holds labels, with which a model's first output is a loss; leave them out: a "
-                "conversion learns from the model's own outputs"
+                f"batch {number} holds labels, with which a model's first output is a loss; leave them out"
             )
+        if (mask := batch.get("attention_mask")) is not None and mask.ndim != 2:
+            raise ValueError(f"batch {number} holds an attention_mask {tuple(mask.shape)}, wanted (B, L) of 0 and 1")
     return samples
 
 

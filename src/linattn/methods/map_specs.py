@@ -45,13 +45,17 @@ class MapSpec:
         """The constructor's parameters by name."""
         return dict(inspect.signature(FEATURE_MAPS[self.name]).parameters)
 
+    def check_features(self, num_features: int | None) -> None:
+        """Refuse a number of features where the width is the map's own, and none where it is free."""
+        if self.takes_features != (num_features is not None):
+            wanted = "needs a number of features; give one" if self.takes_features else "has a width of its own"
+            raise ValueError(f"num_features is {num_features}, and {self.label} {wanted}")
+
     def build(
         self, head_dim: int, *, num_features: int | None, scale: float, seed: int, num_heads: int | None = None
     ) -> FeatureMap:
         """The map, not yet fitted; a learned one is untrained and frozen, since it is built to be measured."""
-        if self.takes_features != (num_features is not None):
-            wanted = "needs a number of features" if self.takes_features else "has a width of its own"
-            raise ValueError(f"{self.label} {wanted}, got num_features={num_features}")
+        self.check_features(num_features)
         offered = {"num_features": num_features, "scale": scale, "seed": check_seed(seed), "num_heads": num_heads}
         taken = {name: value for name, value in offered.items() if name in self._parameters and value is not None}
         # A scale among the options has precedence.

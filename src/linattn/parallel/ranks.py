@@ -86,8 +86,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Sum over the readers."""
-        _refuse_second_derivatives()
-        grad, of_anchor = tied(*grads), grads[1]
+        grad, of_anchor = _first(*grads), grads[1]
         total = grad.new_empty(grad.shape[1:])
         dist.reduce_scatter_single(total, grad.flatten(0, 1).contiguous(), group=ctx.ranks.group)
         return None, total, tied(of_anchor, total)
@@ -107,17 +106,17 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Send the gradients back."""
-        _refuse_second_derivatives()
-        grad, of_anchor = tied(*grads), grads[1]
+        grad, of_anchor = _first(*grads), grads[1]
         sent, received = ctx.sizes
         returned = _swapped(ctx.ranks, grad, received, sent)
         return None, None, None, returned, tied(of_anchor, returned)
 
 
-def _refuse_second_derivatives() -> None:
-    """Refuse create_graph=True: the tensors that a backward pass sends know nothing of other ranks' gradients."""
+def _first(grad: Tensor, of_anchor: Tensor) -> Tensor:
+    """The tied gradient; refused with create_graph=True, for second derivatives would leave other ranks out."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise NotImplementedError("attention across ranks has first derivatives only; give one rank whole sequences")
+    return tied(grad, of_anchor)
 
 
 def _swapped(ranks: Ranks, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:

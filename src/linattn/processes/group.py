@@ -121,7 +121,7 @@ class Processes:
 
 @contextmanager
 def launched() -> Iterator[Processes]:
-    """The processes that a launcher (torchrun, accelerate, srun) started, in one group on gloo until the block ends.
+    """The processes that a launcher (torchrun, accelerate) started, in one group on gloo until the block ends.
 
     A launcher says so by WORLD_SIZE and RANK in the environment; without it there is one process and no group. A
     process that ends by force breaks its connections: the others' collectives fail at once, and torchrun names it. For

@@ -60,10 +60,7 @@ def check_new(folder: Path, *, is_replaced: bool = False) -> None:
     if not folder.is_dir() or (not is_replaced and any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not an empty folder; give a new folder, or remove it first")
     if Path.cwd().is_relative_to(folder.resolve()) or folder.is_mount():
-        raise FileExistsError(
-            f"{folder} is the working directory, or holds it, or is a mount point, and would be replaced; give a new "
-            "folder elsewhere or in it"
-        )
+        raise FileExistsError(f"{folder} is a mount point or holds the working directory; give a new folder in it")
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def bits(model: LinearLMForCausalLM, batch: Tensor) -> Tensor:
 
 def frequency_bits(training: Tensor, text: Tensor) -> float:
     """Bits per byte of a text under the training bytes' frequencies, a count of one added to each."""
-    counts = torch.bincount(training.long(), minlength=256).double() + 1
+    counts = torch.bincount(training, minlength=256).double() + 1
     return float(-(counts / counts.sum()).log2()[text.long()].mean())
 
 
