@@ -14,6 +14,7 @@ import transformers
 from typer.testing import CliRunner
 
 from apart import Apart
+from elsewhere import locked_elsewhere
 from linattn.cli.app import app
 from linattn.hf import load
 from linattn_lab.audit.measuring import Audit
@@ -98,6 +99,15 @@ def test_refusals(run, tmp_path, words, message):
     result = run(*words)
     assert result.exit_code == 1
     assert message in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("more", [[], ["--budget", "16"]])
+def test_a_folder_in_use_is_refused_before_anything_is_measured(run, tmp_path, more):
+    with locked_elsewhere(tmp_path / "out"):
+        result = run(*more)
+    assert result.exit_code == 1
+    assert "is in use by another process; wait until that has ended, or take another folder" in result.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from elsewhere import locked_elsewhere
 from linattn.cli.app import app
 from linattn_lab.bench import measuring
 from linattn_lab.bench.records import BENCH
@@ -112,8 +113,23 @@ def test_a_file_of_another_is_not_lost(run, tmp_path, timed, content):
     for _ in range(2):
         assert run().exit_code == 0
     assert (out / "bench.1.jsonl").read_bytes() == content
-    # One of this command is the last run's.
+    # Of the same settings the last run's is kept.
     assert not (out / "bench.2.jsonl").exists()
+
+
+def test_a_finished_benchmark_of_other_settings_is_not_lost(run, tmp_path, timed):
+    run()
+    before = (tmp_path / "out" / "bench.jsonl").read_bytes()
+    result = run("--seed", "1")
+    assert "bench.1.jsonl: it is of other settings" in result.output.replace("\n", "")
+    assert (tmp_path / "out" / "bench.1.jsonl").read_bytes() == before
+
+
+def test_a_folder_in_use_is_refused_before_anything_is_measured(run, tmp_path, timed):
+    with locked_elsewhere(tmp_path / "out"):
+        result = run()
+    assert (result.exit_code, timed) == (1, [])
+    assert "is in use by another process; wait until that has ended, or take another folder" in result.stderr
 
 
 def test_an_early_interrupt_leaves_what_was_there(run, tmp_path, timed):

@@ -95,6 +95,15 @@ def test_another_audit_s_file_is_kept_aside(run, tmp_path):
     assert former.num_passages == 1
 
 
+def test_what_is_measured_again_is_kept_aside(run, tmp_path):
+    assert run("--budget", "40,48").exit_code == 0
+    result = run("--budget", "48", "--again")
+    assert "memory.1.jsonl." in result.output.replace("\n", "")
+    assert "were measured before" not in result.output
+    former, rows = MEMORY.read(tmp_path / "out" / "memory.1.jsonl")
+    assert (former.budgets, len(rows)) == ([40, 48], 6)
+
+
 def test_what_audits_at_other_budgets_and_lengths_measured_is_kept(run, tmp_path):
     """The baselines, and every method; of two earlier audits together."""
     for words in (("--budget", "48"), ("--budget", "40", "--tokens", "64")):
@@ -158,6 +167,29 @@ def test_a_plan_is_made_once_and_measured_on_the_other_half(run, tmp_path):
     again = run(*words)
     assert "Planning" not in again.output
     assert f"{len(rows)} of {len(rows)} figures were measured before" in again.output
+
+
+def test_plans_of_other_budgets_are_kept_and_former_ones_renamed(run, tmp_path):
+    file = tmp_path / "plan.json"
+    for budget in ("48", "40"):
+        assert run("--budget", budget, "--tokens", "64", "--plan-out", str(file)).exit_code == 0
+    former = file.read_bytes()
+    assert [plan.budget for plan in read_memory_plans(file)] == [40, 48]
+    assert not (tmp_path / "plan.1.json").exists()
+    result = run("--budget", "40", "--tokens", "64", "--plan-out", str(file), "--again")
+    assert "plan.1.json." in result.output.replace("\n", "")
+    assert (tmp_path / "plan.1.json").read_bytes() == former
+    assert [plan.budget for plan in read_memory_plans(file)] == [40, 48]
+
+
+def test_a_file_that_holds_no_plans_is_not_written_over(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("linattn_lab.commands.memory_audit.load_language_model", None)
+    file = tmp_path / "notes.json"
+    file.write_text('{"mine": 1}')
+    result = run("--budget", "48", "--plan-out", str(file))
+    assert result.exit_code == 1
+    assert "notes.json" in result.stderr
+    assert file.read_text() == '{"mine": 1}'
 
 
 def test_a_plan_of_another_text_leaves_what_was_measured(run, tmp_path):

@@ -85,7 +85,7 @@ WRONG = {
     },
     "convert": {
         "--tokens 0": "Invalid value for '--tokens': Input should be greater than or equal to 1",
-        "--tokens 9999": "--tokens is 9999, and BertModel takes at most 512; give at most that",
+        "--tokens 9999": "--tokens is 9999, and BertModel takes at most 512; give fewer",
         "--tokens 512": "wanted 16 or more to calibrate, train and judge on; give longer texts or a smaller num_tokens",
         "--minutes -1": "Invalid value for '--minutes': Input should be greater than or equal to 0",
         "--minutes nan": "Invalid value for '--minutes': Input should be greater than or equal to 0",

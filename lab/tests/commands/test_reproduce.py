@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from apart import Apart
+from elsewhere import locked_elsewhere
 from linattn.cli.app import app
 from linattn_lab.commands import claims as reproduce_command
 from linattn_lab.experiments import EXPERIMENTS, reproduction
@@ -67,6 +68,14 @@ def test_a_run(run, kept, tmp_path, trials):
     page = Page((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
     assert "linattn reproduce second --again" in page.text
     assert page.figure("chart-first")["curves"][0]["y"] == [1, 4, 9]
+
+
+def test_a_folder_in_use_is_refused_before_anything_is_measured(run, tmp_path):
+    with locked_elsewhere(tmp_path / "out"):
+        result = run()
+    assert result.exit_code == 1
+    assert "is in use by another process; wait until that has ended, or take another folder" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_list_measures_nothing(run, trials, tmp_path):

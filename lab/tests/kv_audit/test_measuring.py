@@ -178,6 +178,15 @@ def test_a_task_that_the_full_cache_fails_is_not_scored(tiny, words):
     assert sorted(found[0].depths) == [0.1, 0.5, 0.9]
 
 
+def test_a_sample_s_text_is_the_same_however_many_there_are(tiny, words):
+    """Figures of an audit with fewer samples are reused."""
+    asked = {"lengths": [1024], "kinds": SMALL, "tasks": (FACTS,), "num_facts": 1}
+    few, many = (MemoryAudit(tiny("llama"), {"a": words}, [64], num_samples=n, **asked) for n in (2, 5))
+    texts = [many._tasks._facts(1024, sample).tokens for sample in range(5)]
+    assert all(torch.equal(few._tasks._facts(1024, sample).tokens, texts[sample]) for sample in (0, 1))
+    assert len({tuple(text.flatten().tolist()) for text in texts}) == 5
+
+
 def test_a_task_that_the_full_cache_answers_is_scored(tiny, words, monkeypatch):
     monkeypatch.setattr("linattn_lab.kv_audit.measuring.ENOUGH", 0.0)
     asked = {"lengths": [1024], "kinds": SMALL, "tasks": (FACTS,), "num_facts": 1}
@@ -230,6 +239,7 @@ def test_every_kind_keeps_its_budget(tiny):
         ("llama", None, {"kinds": ("oracle",)}, "kinds must be among bounded cache, .*oracle"),
         ("llama", None, {"tasks": ("oracle",)}, "tasks must be among facts, .*oracle"),
         ("llama", None, {"num_samples": 0}, "num_samples must be at least 1, got 0"),
+        ("llama", None, {"num_facts": 9}, "num_facts must be at most 8, got 9"),
     ],
 )
 def test_refusals(tiny, words, family, text, options, says):

@@ -88,9 +88,13 @@ def test_text_files_alone_are_read(tmp_path):
     for name in (".hidden", ".git/config", ".git/index"):
         (tmp_path / "a" / name).write_bytes(b"text")
     (tmp_path / "three.txt").write_bytes(b"3")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "four.txt").write_bytes(b"4")
+    (tmp_path / "a" / "link").symlink_to(tmp_path / "linked")
+    os.mkfifo(tmp_path / "a" / "b" / "pipe")
     found, left_out = read_documents([tmp_path / "a", tmp_path / "three.txt"])
     assert [content for _, content in found] == ["née".encode(), b"2", b"3"]
-    assert left_out == {"hidden": 3, "no text in UTF-8": 3}
+    assert left_out == {"hidden": 3, "no text in UTF-8": 3, "a link to a folder, or no file": 2}
     assert len({name for name, _ in found}) == 3
     (tmp_path / "c").mkdir()
     (tmp_path / "a").rename(tmp_path / "c" / "a")

@@ -24,8 +24,7 @@ def conversion(call: typer.Context, model: str, out: Path, config: ConvertConfig
         loaded = load(model, with_head=True)
         if is_sentence_transformer(loaded.source) and find_spec("sentence_transformers") is None:
             raise ImportError(f"{model} needs what is not installed here: pip install sentence-transformers")
-        words = "Measuring and calibrating"
-        with training_progress(console, words, lambda progress: f"loss {progress.best:.4f}") as shown:
+        with training_progress(console, "Measuring and calibrating", lambda now: f"loss {now.best:.4f}") as shown:
             converted = convert_(
                 loaded.model, loaded.tokenizer, config, work=work, notify=shown.notify, measured=shown.measured
             )

@@ -68,8 +68,7 @@ def finish(work: Path, out: Path, write: Callable[[Path], None], *, is_continued
         # What a user keeps beside the model; a kill between the two renames has left it in the second.
         for path in [path for place in (out, former) if place.is_dir() for path in place.iterdir()]:
             if not (draft / path.name).exists():
-                copy = shutil.copytree if path.is_dir() else shutil.copy2
-                copy(path, draft / path.name)
+                (shutil.copytree if path.is_dir() else shutil.copy2)(path, draft / path.name)
         out.parent.mkdir(parents=True, exist_ok=True)
         if is_continued and out.exists():
             shutil.rmtree(former, ignore_errors=True)

@@ -103,6 +103,5 @@ class ConvertConfig:
         for name, kinds in (("texts", str), ("layers", int | str)):
             if isinstance(value := getattr(self, name), kinds):
                 raise TypeError(f"{name} must be several, got {type(value).__name__}; write {name}=(…,)")
-        for method in methods:
-            if method.map is not None:
-                method.map.check_features(self.num_features)
+        for spec in filter(None, (method.map for method in methods)):
+            spec.check_features(self.num_features)

@@ -122,7 +122,9 @@ def _check(model: PreTrainedModel, config: ConvertConfig, methods: tuple[Method,
         raise ValueError(f"{size} processes share a step's texts, got batch_size={config.batch_size}; give a multiple")
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and config.num_tokens > limit and config.texts:
-        raise ValueError(f"num_tokens is {config.num_tokens}, and {type(model).__name__} takes at most {limit}")
+        raise ValueError(
+            f"num_tokens is {config.num_tokens}, and {type(model).__name__} takes at most {limit}; give fewer"
+        )
 
 
 def _samples(

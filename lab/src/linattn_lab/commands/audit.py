@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import typer
@@ -51,11 +52,13 @@ def audit(
 
     from linattn.cli.new_folder import check_same_options
     from linattn.processes import launched
+    from linattn.records.locks import locked
     from linattn_lab.commands import head_audit, memory_audit
 
-    with launched() as processes:
+    with launched() as processes, ExitStack() as opened:
         console = Console(quiet=not processes.is_first)
         check_same_options(processes, call)
+        processes.first_does(lambda: opened.enter_context(locked(out)))
         if budget is None:
             are_mixed = any((text_kinds, kinds, tasks, dtype, plan_out, calibration)) or passages != 1 or samples != 1
             heads = head_audit.Asked(model, text, maps, full, features, tokens, draws, seed, out, again, are_mixed)

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from linattn.cli.terminal import ending, print_table
 from linattn.processes import interrupts
+from linattn.records.locks import locked
 from linattn_lab.asides import set_aside
 from linattn_lab.bench.measuring import Bench
 from linattn_lab.bench.records import BENCH, LengthRow, partial_path
@@ -26,7 +27,7 @@ def benchmark(settings: Settings, out: Path) -> None:
     """Write bench.jsonl and the page, and print the figures."""
     console = Console()
     records = out / "bench.jsonl"
-    with ending(console, lambda: _what_is_left(partial_path(records))):
+    with ending(console, lambda: _what_is_left(partial_path(records))), locked(out):
         _measure(Bench(settings), records, console)
         summary = summarise_bench(records)
         page = write_report(out)
@@ -47,8 +48,10 @@ def _measure(measured: Bench, records: Path, console: Console) -> None:
     elif partial.exists():
         console.print("An earlier run measured with other settings; starting again.", highlight=False)
     BENCH.extend(partial, measured.header, kept, _shown(measured, kept, console))
-    if records.exists() and BENCH.unfinished(records) is None:  # Another's file.
-        set_aside(records)
+    former = BENCH.unfinished(records)
+    if records.exists() and (former is None or former[0] != measured.header):
+        words = f"What was measured before is now in {set_aside(records)}: it is of other settings."
+        console.print(words, markup=False, highlight=False)
     partial.replace(records)
 
 

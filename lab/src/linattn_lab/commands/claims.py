@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from linattn.cli.terminal import ending
 from linattn.processes import interrupts
+from linattn.records.locks import locked
 from linattn.records.tables import Table
 from linattn_lab.asides import set_aside
 from linattn_lab.commands._terminal import print_words
@@ -34,7 +35,7 @@ def measure_claims(claims: Sequence[str], out: Path, *, setting: Setting, again:
     """Write claims.jsonl and the page, and print the verdicts."""
     console = Console()
     file = out / "claims.jsonl"
-    with ending(console, lambda: _what_is_left(file, out)):
+    with ending(console, lambda: _what_is_left(file, out)), locked(out):
         run = Reproduction(claims, setting)
         kept = _kept(file, run, again, console)
         CLAIMS.extend(file, run.header, kept, _shown(run, kept, console))

@@ -65,10 +65,9 @@ def audit_memory(asked: Asked, others: Mapping[str, object], console: Console, *
         with stages(console) as watch:
             loaded, measured = _begun(asked, watch)
             if asked.plan_out is not None:
-                _plan(loaded, measured, asked, asked.plan_out, watch, is_first=is_first)
-            earlier = Processes.of_this_run().from_first(
-                [] if asked.again or not is_first else _earlier(measured, records, watch)
-            )
+                _plan(loaded, measured, asked, asked.plan_out, watch)
+            earlier = _earlier(measured, records, watch, again=asked.again) if is_first else []
+            earlier = Processes.of_this_run().from_first(earlier)
             _tell_the_cost(measured, earlier, watch)
             rows = until_pressed(measured.rows(earlier, watch), pressed)
             if not is_first:
@@ -95,6 +94,8 @@ def _begun(asked: Asked, watch: Stages) -> tuple[LoadedModel, MemoryAudit]:
         raise ValueError("--text-kind is of the texts that come with Python; leave it or --text out")
     if asked.dtype is not None and asked.dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {asked.dtype!r}")
+    if asked.plan_out is not None and asked.plan_out.exists():
+        read_memory_plans(asked.plan_out)  # A file of anything else is not written over.
     watch.begin(f"Loading {asked.model}")
     loaded = load_language_model(asked.model)
     nn.Module.to(loaded.model, DTYPES[asked.dtype or "float32"])
@@ -125,30 +126,24 @@ def _calibration(asked: Asked) -> Text:
 
 def _half(text: Text, number: int) -> Text:
     """The first or the second half of a text."""
-    middle = len(text.content) // 2
-    return Text(
-        f"{('first', 'second')[number]} half of {text.source}", (text.content[:middle], text.content[middle:])[number]
-    )
+    middle, name = len(text.content) // 2, ("first", "second")[number]
+    return Text(f"{name} half of {text.source}", (text.content[:middle], text.content[middle:])[number])
 
 
-def _plan(
-    loaded: LoadedModel, measured: MemoryAudit, asked: Asked, file: Path, watch: Stages, *, is_first: bool
-) -> None:
-    """A plan at every budget, those of the file kept where they are of the same; the first process makes them."""
-    plans: list[MemoryPlan] = []
-    if is_first:
+def _plan(loaded: LoadedModel, measured: MemoryAudit, asked: Asked, file: Path, watch: Stages) -> None:
+    """A plan at every budget beside others of the file, made by the first process where that has none of the same."""
+    plans, processes = list[MemoryPlan](), Processes.of_this_run()
+    if processes.is_first:
         text, header = _calibration(asked), measured.header
-        try:
-            former = {plan.budget: plan for plan in read_memory_plans(file)}
-        except (OSError, ValueError):
-            former = {}
-        for budget in header.budgets:
-            plan = former.get(budget)
-            if plan is None or asked.again or not is_of(plan, header, text):
-                plan = plan_memory(loaded, text, budget, num_tokens=header.lengths[0], begin=watch.begin)
-            plans.append(plan)
-            write_memory_plans(file, plans)
-    for plan in Processes.of_this_run().from_first(plans):
+        every = {plan.budget: plan for plan in read_memory_plans(file)} if file.exists() else {}
+        made = [n for n in header.budgets if asked.again or n not in every or not is_of(every[n], header, text)]
+        if every.keys() & made:
+            watch.begin(f"The plans before are now in {set_aside(file)}.")
+        for budget in made:
+            every[budget] = plan_memory(loaded, text, budget, num_tokens=header.lengths[0], begin=watch.begin)
+            write_memory_plans(file, [every[n] for n in sorted(every)])
+        plans = [every[budget] for budget in header.budgets]
+    for plan in processes.from_first(plans):
         measured.take(plan, file)
 
 
@@ -161,7 +156,7 @@ def _tell_the_cost(measured: MemoryAudit, earlier: Sequence[MemoryRow], watch: S
     watch.pace = Pace(sum(works.values()), done=sum(works.values()) - left, seconds_per_unit=1.0)
 
 
-def _earlier(measured: MemoryAudit, file: Path, watch: Stages) -> list[MemoryRow]:
+def _earlier(measured: MemoryAudit, file: Path, watch: Stages, *, again: bool) -> list[MemoryRow]:
     """Wanted rows that stand in the audit's file or in ones kept aside, where those differ in what was asked for alone.
 
     A file of an audit with others is kept aside.
@@ -170,7 +165,7 @@ def _earlier(measured: MemoryAudit, file: Path, watch: Stages) -> list[MemoryRow
     wanted, kept_rows = set(order), dict[object, MemoryRow]()
     # A plan may be another one at the same budget.
     labels = {(method.name, method.budget): method.label for method in measured.methods}
-    for path in (file, *asides(file)):
+    for path in () if again else (file, *asides(file)):
         header, rows = MEMORY.unfinished(path) or (None, [])
         if header is None or not header.measures_as(measured.header):
             continue
@@ -178,8 +173,9 @@ def _earlier(measured: MemoryAudit, file: Path, watch: Stages) -> list[MemoryRow
             if key_of(row) in wanted and labels[row.method, row.budget] == row.label:
                 kept_rows.setdefault(key_of(row), row)
     former = MEMORY.unfinished(file)
-    if file.exists() and (former is None or former[0] != measured.header):
-        watch.begin(f"What was measured before is now in {set_aside(file)}: it is another audit's.")
+    if file.exists() and (again or former is None or former[0] != measured.header):
+        why = "" if again else ": it is another audit's"
+        watch.begin(f"What was measured before is now in {set_aside(file)}{why}.")
     if kept_rows:
         watch.begin(f"{len(kept_rows):,} of {len(order):,} figures were measured before and are kept.")
     return [kept_rows[key] for key in order if key in kept_rows]
@@ -193,10 +189,8 @@ def _print(console: Console, summary: MemorySummary) -> None:
         console.print(f"[bold]{place_words(length, budget)}:[/bold]", highlight=False)
         print_table(console, glance(summary, length, budget))
     for one in summary.continuations:
-        last_words = " ".join(one.ending.split())
-        console.print(
-            f"[bold]Greedy continuation of {escape(one.text)}:[/bold] … {escape(last_words)}", highlight=False
-        )
+        end = escape(" ".join(one.ending.split()))
+        console.print(f"[bold]Greedy continuation of {escape(one.text)}:[/bold] … {end}", highlight=False)
         for each in one.written:
             words = f"{escape(each.alike)} [italic]{escape(each.other)}[/italic]"
             console.print(f"[bold]{escape(each.method)}:[/bold] {words.strip()}", highlight=False)
@@ -206,8 +200,6 @@ def _what_is_left(records: Path, out: Path) -> str:
     """What an interrupted run has kept; its page is written where there are figures."""
     try:
         summarise_memory(records)
-        return (
-            f"All figures so far are in {records}; run the same command again to resume. {write_report(out)} has them."
-        )
+        return f"Figures so far are in {records}; run the same command again to resume. {write_report(out)} has them."
     except (KeyboardInterrupt, OSError, ValueError):
         return f"Nothing was measured yet; {out} is changed by nothing but what was said above."

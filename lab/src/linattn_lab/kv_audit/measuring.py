@@ -19,6 +19,7 @@ from linattn.kv_cache import MergedKV
 from linattn.kv_cache.layer_plans import PLAIN, MemoryPlan
 from linattn.records.texts import Text
 from linattn_lab.circumstances import processor, versions
+from linattn_lab.kv_audit.facts import MOST_FACTS
 from linattn_lab.kv_audit.methods import DEFAULT_KINDS, Bounded, Method, methods
 from linattn_lab.kv_audit.names import FACTS, FULL, PLANNED
 from linattn_lab.kv_audit.passage_figures import MOST_MEASURED, NUM_WRITTEN, Passage, most_tokens
@@ -74,7 +75,7 @@ class MemoryAudit:
             for number, start in enumerate(text.starts(length, num_passages))
         ]
         self.methods, left_out = methods(budgets, tuple(kinds or DEFAULT_KINDS), self._bounded.sizes)
-        self._tasks = Tasks(loaded, next(iter(self._texts.values())), num_samples, num_facts, chunk)
+        self._tasks = Tasks(loaded, next(iter(self._texts.values())), num_facts, chunk)
         self._asked, without_room = self._with_room(tasks, lengths)
         self.header = MemoryHeader(
             **_circumstances(loaded, self._bounded, texts),
@@ -235,6 +236,8 @@ def _check(loaded: LoadedModel, tasks: Sequence[str], **numbers: int) -> None:
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
+    if numbers["num_facts"] > MOST_FACTS:
+        raise ValueError(f"num_facts must be at most {MOST_FACTS}, got {numbers['num_facts']}")
     unknown = [task for task in tasks if task not in TASKS]
     if unknown:
         raise ValueError(f"tasks must be among {', '.join(TASKS)}; got {', '.join(unknown)}")
@@ -249,10 +252,7 @@ def _lengths(loaded: LoadedModel, lengths: Sequence[int] | None) -> Sequence[int
         if num_tokens < _FEWEST:
             raise ValueError(f"num_tokens must be at least {_FEWEST}, got {num_tokens}")
         if num_tokens > most:
-            raise ValueError(
-                f"num_tokens must be at most {most:,}, so that what is written after them has positions of "
-                f"{loaded.name}; got {num_tokens:,}"
-            )
+            raise ValueError(f"num_tokens must be at most {most:,}, for what is written after them; got {num_tokens:,}")
     return lengths
 
 

@@ -25,7 +25,6 @@ class Tasks:
 
     loaded: LoadedModel  # the model and its tokenizer
     text: TokenText  # what stands between facts
-    num_samples: int  # texts of each task and length
     num_facts: int  # facts of each depth
     chunk: int  # tokens of a forward pass
 
@@ -53,8 +52,9 @@ class Tasks:
 
     def _facts(self, num_tokens: int, sample: int) -> Facts:
         """A text of facts, between other words for each sample."""
-        starts = [len(self.text.content) * number // self.num_samples for number in range(self.num_samples)]
-        return facts(self.loaded, self.text, num_tokens, starts[sample], sample, self.num_facts)
+        # By the golden section, so that a sample's text is the same however many there are.
+        start = int(len(self.text.content) * (sample * 0.6180339887 % 1))
+        return facts(self.loaded, self.text, num_tokens, start, sample, self.num_facts)
 
     def _prompt(self, name: str, num_tokens: int, sample: int) -> Prompt:
         """A prompt of RULER's with room for its answer."""

@@ -128,8 +128,8 @@ def python_documents() -> Iterator[Document]:
 def read_documents(paths: Sequence[Path]) -> tuple[list[Document], Counter[str]]:
     """Texts of files and folders, and how many files of folders were left out, by the reason.
 
-    Of folders hidden files, files in hidden folders and files that are no text in UTF-8 are left out. Names, by which
-    documents are split, begin at the file or folder given: where that stands is no matter.
+    Of folders hidden files, files in hidden folders, links to folders and files that are no text in UTF-8 are left out.
+    Names, by which documents are split, begin at the file or folder given: where that stands is no matter.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
@@ -140,9 +140,13 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], Counter[str]]
     for path in paths:
         if not (path.is_file() or path.is_dir()):
             raise FileNotFoundError(f"there is no file or folder {path}; give one that there is, and no pipe")
-        for file in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
+        # What is no folder; a link to one is not followed.
+        files = sorted(file for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
+        for file in files if path.is_dir() else [path]:
             if any(part.startswith(".") for part in file.relative_to(path).parts):
                 left_out["hidden"] += 1
+            elif not file.is_file():
+                left_out["a link to a folder, or no file"] += 1
             elif _is_text(content := file.read_bytes()):
                 documents.append((str(file.relative_to(path.parent)), content))
             elif file == path:
