@@ -57,7 +57,7 @@ def test_two_conversions_into_one_folder(run, tmp_path):
         assert process.stdout.readline() == "held\n"
         result = run()
         assert result.exit_code == 1
-        assert f"another process is converting a model into {out}; wait until it has ended, or give" in result.stderr
+        assert f"another process is converting a model into {out}; wait for it, or give another OUT" in result.stderr
         process.kill()
     assert [path.name for path in tmp_path.rglob("*")] == ["out.unfinished", ".lock"]
     result = run()
@@ -100,7 +100,7 @@ def test_files_beside_a_model_that_is_continued_are_kept(tmp_path, places):
     finish(work, out, written, is_continued=True)
     files = {str(path.relative_to(out)): path.read_text() for path in out.rglob("*") if path.is_file()}
     assert files == {"model": "new", "README.md": "new", "notes.txt": "old", "figures/one": "old"}
-    assert (out / "link").is_dir()
+    assert (out / "link").readlink() == tmp_path / "elsewhere"
     assert not list(work.iterdir())
 
 

@@ -9,7 +9,7 @@ import torch
 
 from linattn.convert import ConvertConfig, convert_, course
 from linattn.convert.distilling import adapted
-from linattn.hf import linearize_, restore_
+from linattn.hf import is_linearized, linearize_, restore_
 
 RANK = 2
 CONFIG = ConvertConfig("LearnedExponential(num_features=8)", minutes=0.2, learning_rate=1e-3, adapter_rank=RANK)
@@ -109,3 +109,16 @@ def test_refused(build, batches):
         adapted(build("bert"), ["pooler.activation"], RANK, seed=0),
     ):
         pass
+
+
+def test_a_model_of_which_nothing_learns(build, batches, ticking):
+    """Refused before any audit; a map that learns, adapters, or no time for it are something else."""
+    model, told = build("bert").requires_grad_(False), []
+    plain = ConvertConfig("Expansion(num_centres=2)", minutes=0.02)
+    with pytest.raises(ValueError, match="no weight requires a gradient: nothing can be distilled"):
+        convert_(model, batches, plain, measured=lambda name, share: told.append(name))
+    assert set(told) == {"exact"}
+    assert not is_linearized(model)
+    learned = "LearnedExponential(num_features=4)"
+    for changes in ({"minutes": 0}, {"distil": False}, {"adapter_rank": 2}, {"feature_map": learned}):
+        convert_(build("bert").requires_grad_(False), batches, replace(plain, **changes))

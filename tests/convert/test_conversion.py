@@ -376,19 +376,6 @@ def test_batches_that_are_none(build, batches, change, error, words):
         convert_(build("bert"), changed, CONFIG)
 
 
-def test_a_model_of_which_nothing_learns(build, batches, ticking):
-    """Refused before any audit; a map that learns, adapters, or no time for it are something else."""
-    model, told = build("bert").requires_grad_(False), []
-    plain = ConvertConfig("Expansion(num_centres=2)", minutes=0.02)
-    with pytest.raises(ValueError, match="no weight requires a gradient: nothing can be distilled"):
-        convert_(model, batches, plain, measured=lambda name, share: told.append(name))
-    assert set(told) == {"exact"}
-    assert not is_linearized(model)
-    learned = "LearnedExponential(num_features=4)"
-    for changes in ({"minutes": 0}, {"distil": False}, {"adapter_rank": 2}, {"feature_map": learned}):
-        convert_(build("bert").requires_grad_(False), batches, replace(plain, **changes))
-
-
 def test_the_model_within_a_compiled_one_and_a_folder_that_is_named(build, batches, tmp_path):
     model, config = build("bert"), ConvertConfig("Taylor(order=1)", minutes=0)
     made = convert_(torch.compile(model, backend="eager"), batches, config, work=str(tmp_path / "work"))

@@ -8,8 +8,8 @@ FAULTS = (
     Fault(
         "leave the shortest text to chance",
         "convert/conversion.py",
-        "            min_tokens=config.min_tokens,\n",
-        "",
+        '"min_tokens", "batch_size"',
+        '"batch_size"',
         "tests/convert/test_conversion.py",
     ),
     Fault(

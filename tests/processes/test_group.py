@@ -7,6 +7,7 @@ import torch
 
 from linattn.processes import Processes
 from ranks import NUM_RANKS
+from split_work import trained_apart
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -68,3 +69,13 @@ def test_an_error_of_another_kind_arrives_too(on_ranks):
     found = on_ranks(NUM_RANKS, failed, "all_do", OwnError, (3,))
     assert found[3] == ("OwnError", "one and two")
     assert set(found[:3]) == {("RuntimeError", f"process 3 of {NUM_RANKS}: one and two")}
+
+
+def test_weights_that_one_process_alone_reaches_train_by_the_mean_loss(on_ranks):
+    """The processes' gradients are of different weights, of other sizes."""
+    alone = trained_apart(None)
+    assert alone[0][0] > 0.2
+    assert alone[1][0] < -0.2
+    for weights in on_ranks(NUM_RANKS, trained_apart):
+        for ours, theirs in zip(weights, alone, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-6)

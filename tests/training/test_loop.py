@@ -15,8 +15,6 @@ from torch import nn
 
 from linattn.training import Seconds, Steps, Training, WorkFolder, loop, train
 from linattn.training.loop import learning_rate_factor
-from ranks import NUM_RANKS
-from split_work import trained_apart
 
 AIM = torch.tensor([3.0, -1.0, 2.0])
 
@@ -343,17 +341,6 @@ def test_a_finished_training_is_not_trained_again(training, tmp_path):
 
 def by_steps(training, point, total, **options):
     return replace(training(point, **options), budget=Steps(total))
-
-
-@pytest.mark.xdist_group("ranks")
-def test_weights_that_one_process_alone_reaches_train_by_the_mean_loss(on_ranks):
-    """The processes' gradients are of different weights, of other sizes."""
-    alone = trained_apart(None)
-    assert alone[0][0] > 0.2
-    assert alone[1][0] < -0.2
-    for weights in on_ranks(NUM_RANKS, trained_apart):
-        for ours, theirs in zip(weights, alone, strict=True):
-            assert ours == pytest.approx(theirs, abs=1e-6)
 
 
 def test_a_number_of_steps_is_done_whatever_the_clock_says(training):

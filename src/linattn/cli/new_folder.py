@@ -36,8 +36,7 @@ def shared_folder(
                 check_new(out, is_replaced=is_continued)
                 yield console, work
         except InUseError:
-            words = f"another process is {doing} into {out}; wait until it has ended, or give another OUT"
-            raise InUseError(words) from None
+            raise InUseError(f"another process is {doing} into {out}; wait for it, or give another OUT") from None
 
 
 def check_same_options(processes: Processes, call: typer.Context) -> None:
@@ -68,7 +67,10 @@ def finish(work: Path, out: Path, write: Callable[[Path], None], *, is_continued
         # What a user keeps beside the model; a kill between the two renames has left it in the second.
         for path in [path for place in (out, former) if place.is_dir() for path in place.iterdir()]:
             if not (draft / path.name).exists():
-                (shutil.copytree if path.is_dir() else shutil.copy2)(path, draft / path.name)
+                if path.is_dir() and not path.is_symlink():
+                    shutil.copytree(path, draft / path.name, symlinks=True)
+                else:
+                    shutil.copy2(path, draft / path.name, follow_symlinks=False)
         out.parent.mkdir(parents=True, exist_ok=True)
         if is_continued and out.exists():
             shutil.rmtree(former, ignore_errors=True)
@@ -84,6 +86,5 @@ def finish(work: Path, out: Path, write: Callable[[Path], None], *, is_continued
 
 def _what_is_left(work: Path) -> str:
     """Say what an interrupt has left."""
-    if not work.exists():
-        return "Nothing was kept yet."
-    return f"The work so far is in {work}; run the same command again to resume."
+    words = f"The work so far is in {work}; run the same command again to resume."
+    return words if work.exists() else "Nothing was kept yet."

@@ -55,10 +55,7 @@ def _pass(model: nn.Module, batch: Batch, options: Mapping[str, Any]) -> Any:
     outputs = model(**batch, output_hidden_states=True, return_dict=True, **options)
     states = getattr(outputs, "hidden_states", None)
     if not states or states[-1].ndim != 3:
-        raise ValueError(
-            f"{type(model).__name__} gives no hidden states (B, L, E), which a conversion compares; give an encoder or "
-            "a decoder, with or without its language-model head"
-        )
+        raise ValueError(f"{type(model).__name__} gives no hidden states (B, L, E); give an encoder or a decoder")
     return outputs
 
 
