@@ -85,7 +85,9 @@ def step_gradients(mesh: DeviceMesh | None, folder: Path, name: str) -> dict[str
 def trained_apart(mesh: DeviceMesh | None) -> list[list[float]]:
     """Weights after a training in which each process's loss reaches another one, as an expert; the last no loss."""
     aims = 1.0, -2.0
-    experts = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in (3, 2, 1)])
+    experts = nn.ParameterList(
+        [nn.Parameter(torch.full((size,), value)) for size, value in ((3, 0.0), (2, 0.0), (1, 1.0))]
+    )
     processes = Processes.of_this_run()
 
     def loss(step: int) -> Tensor:

@@ -209,9 +209,11 @@ class _Run:
         mean = loss.detach().clone()
         # Sharded gradients are averaged already; what one process has no gradient of, as of an expert, another may.
         whole = [one for one in parameters if one.requires_grad and not isinstance(one, DTensor)]
-        for one in whole if self._processes.size > 1 else ():
-            one.grad = torch.zeros_like(one) if one.grad is None else one.grad
-        self._processes.average_([mean, *(one.grad for one in whole if one.grad is not None)])
+        reached = mean.new_tensor([one.grad is not None for one in whole])
+        grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in whole]
+        self._processes.average_([mean, reached, *grads])
+        for one, grad, share in zip(whole, grads, reached.tolist(), strict=True):
+            one.grad = grad if share else None
         value = float(mean)
         norm = self._accelerator.clip_grad_norm_(parameters, _CLIP)
         norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm or 0.0)
