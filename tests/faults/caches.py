@@ -319,6 +319,20 @@ FAULTS = (
         MODELS,
     ),
     Fault(
+        "go on with a long call from the state before a record that was taken back",
+        "hf/_cache_layers.py",
+        "        if call.num_tokens >= window:\n",
+        "        if call.num_tokens >= window and not (last and last.num_tokens == 0):\n",
+        RECORDED,
+    ),
+    Fault(
+        "count what records share as often as they hold it",
+        "hf/_cache_layers.py",
+        "{id(x): x.nbytes for x in leaves",
+        "{place: x.nbytes for place, x in enumerate(leaves)",
+        RECORDED,
+    ),
+    Fault(
         "keep a caller's own mask",
         "hf/_cache_layers.py",
         "attention_mask.clone()",

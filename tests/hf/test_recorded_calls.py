@@ -103,6 +103,28 @@ def test_a_wider_window_is_taken_back(language_model):
     assert cache.get_seq_length() == 300
 
 
+def test_a_call_longer_than_the_window_after_one_that_was_taken_back(language_model):
+    """Its recorded end goes on from its own state, not from that of the call before."""
+    model = language_model("llama", max_position_embeddings=4096)
+    cache, wanted = (BoundedCache(model, config=MergedKV(300, 400, None)) for _ in range(2))
+    recording(cache)
+    for tokens, count in ((LONG[:, :310], 0), (LONG[:, 310:315], 5), (LONG[:, 310:615], 3)):
+        model(tokens, past_key_values=cache)
+        cache.crop(-count)
+    model(LONG[:, :612], past_key_values=wanted)
+    made, exact = (model(LONG[:, 612:], past_key_values=each).logits for each in (cache, wanted))
+    torch.testing.assert_close(made, exact, rtol=1e-4, atol=1e-4 * exact.abs().max().item())
+
+
+def test_what_records_share_is_counted_once(prepared):
+    """A single token goes on from the state that the record before it ended with."""
+    model, new = prepared
+    cache = recording(new())
+    for tokens in (LONG[:, :300], *LONG[:, 300:303].split(1, 1)):
+        model(tokens, past_key_values=cache)
+    assert cache.num_bytes <= held(cache)
+
+
 def test_guesses_after_a_long_prompt_leave_the_greedy_text(prepared):
     model, new = prepared
     prompt, options = LONG[:1, :7].repeat(1, 60), {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}

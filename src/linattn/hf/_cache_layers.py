@@ -190,10 +190,12 @@ class RecordingLayer(StatefulLayer[S]):
     def record(self, call: RecordedCall, window: int) -> None:
         """Hold a call beside the one before it, or as a part of that where a window of so many tokens holds both."""
         last = self._calls[-1] if self._calls else None
-        if last is not None and last.num_tokens + call.num_tokens <= window:
+        if call.num_tokens >= window:
+            self._calls = (call,)
+        elif last is not None and last.num_tokens + call.num_tokens <= window:
             self._calls = (*self._calls[:-1], last.then(call))
         else:
-            self._calls = (*self._calls[-1:], call) if call.num_tokens < window else (call,)
+            self._calls = (*self._calls[-1:], call)
 
     def activate_past_recording(self) -> None:
         """Hold the last call's last tokens, and as many as the exact window is wide, which `crop` can take back."""
@@ -349,7 +351,8 @@ def cache_bytes(cache: Cache) -> int:
     """
     if isinstance(cache, EncoderDecoderCache):
         return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
-    return sum(x.nbytes for x in pytree.tree_leaves([vars(layer) for layer in cache.layers]) if isinstance(x, Tensor))
+    leaves = pytree.tree_leaves([vars(layer) for layer in cache.layers])
+    return sum({id(x): x.nbytes for x in leaves if isinstance(x, Tensor)}.values())
 
 
 def _alike(mask: Tensor | None, other: Tensor | None, num_tokens: int) -> bool:
