@@ -210,6 +210,18 @@ def test_a_linearized_model_is_saved_over_another_model(build, tmp_path):
     assert torch.equal(run(from_pretrained(folder), batch("bert")), run(model, batch("bert")))
 
 
+@pytest.mark.parametrize("ways", [(by_itself, in_shards), (in_shards, by_itself)])
+def test_weights_in_more_or_fewer_files_than_before_are_those_read(build, tmp_path, ways):
+    """Transformers leaves one file beside shards, and an index beside one file."""
+    model, folder = build("bert"), tmp_path / "new"
+    linearize_(model, method=LEARNED)
+    for save in ways:
+        save(model, folder)
+        assert torch.equal(run(from_pretrained(folder), batch("bert")), run(model, batch("bert")))
+        with torch.no_grad():
+            next(model.parameters()).add_(1)
+
+
 class Own(BertModel):
     """A class that transformers does not export."""
 

@@ -8,7 +8,8 @@ from math import inf, nan
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 from architectures import ARCHITECTURES
 from linattn.hf import (
@@ -34,6 +35,14 @@ def model_of(kind: str):
     if kind.startswith("linearized"):
         linearize_(model, method="FavorPlus", num_features=8)
     return model
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def adapted(model):
+    return get_peft_model(model, LoraConfig(target_modules="all-linear"))
 
 
 def taken(count, *args, **options):
@@ -145,6 +154,24 @@ def test_refusals():
             stream_tokens(other, prompt)
     with pytest.raises(ValueError, match=r"is in training mode; call model.eval\(\) first"):
         stream_tokens(model.train(), prompt)
+
+
+def test_a_model_without_a_kv_cache_is_refused():
+    """Its forward swallows the cache among its keywords, and would read each token alone."""
+    model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1)).eval()
+    for each in (model, torch.compile(model, backend="eager")):
+        with pytest.raises(ValueError, match=r"MambaForCausalLM.* takes no past_key_values.*call its generate"):
+            stream_tokens(each, torch.tensor([[1, 2]]))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize("wrap", [compiled, adapted])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrapped_model_goes_on_as_the_model_within(kind, wrap):
+    model, prompt = model_of(kind), torch.randint(3, 60, (1, 5))
+    wrapped = wrap(model).eval()
+    assert type(new_cache(wrapped)) is type(new_cache(model))
+    assert torch.equal(taken(3, wrapped, prompt, temperature=0), taken(3, model, prompt, temperature=0))
 
 
 @pytest.mark.parametrize("layers", [(), (0, 1), (2, 4)], ids=["softmax", "the encoder", "the decoder"])

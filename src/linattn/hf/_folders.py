@@ -64,8 +64,8 @@ def write_files(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor
     record, tensors = describe_model(model, state or {})
     is_main = options.get("is_main_process", True)
     # What was there before is no linearized model from now on, and what is written is one from the last file on.
-    if is_main:
-        (folder / RECORD).unlink(missing_ok=True)
+    for name in (RECORD, _INDEX) if is_main else ():
+        (folder / name).unlink(missing_ok=True)
     if state is None:
         weights = softmax_state(model)
     else:
@@ -73,6 +73,9 @@ def write_files(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor
         weights = {name: x.clone() if name in tensors else x for name, x in state.items()}
     type(model).save_pretrained(model, os.fspath(folder), state_dict=weights, **options)
     if is_main:
+        # Transformers reads one file before shards, and leaves it beside new ones.
+        if (folder / _INDEX).is_file():
+            (folder / _WEIGHTS).unlink(missing_ok=True)
         _model_records.write(folder, record, tensors, _digest(folder))
 
 

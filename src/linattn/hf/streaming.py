@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
-from linattn.hf._attention_modules import attention_modules
+from linattn.hf._attention_modules import attention_modules, inner_model
 from linattn.hf._model_records import RECORD
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.layer_attention import attention_of
@@ -63,8 +64,8 @@ def stream_tokens(
         An endless iterator over (B, 1) int64: the next token of each row.
 
     Raises:
-        ValueError: at the call: a model in training mode, or that is no causal language model, an empty prompt, numbers
-            out of range.
+        ValueError: at the call: a model in training mode, that is no causal language model or takes no past_key_values,
+            an empty prompt, numbers out of range.
 
     Example:
         >>> from itertools import islice
@@ -118,11 +119,15 @@ def _check(model: PreTrainedModel, prompt: Tensor, temperature: float, top_p: fl
     """Refuse what gives no text."""
     if model.training:
         raise ValueError(f"{type(model).__name__} is in training mode; call model.eval() first")
+    kind = type(inner_model(model))
     if model.config.is_encoder_decoder or not model.can_generate():
         raise ValueError(
-            f"{type(model).__name__} does not go on with a text from its tokens alone; give a causal language model, "
+            f"{kind.__name__} does not go on with a text from its tokens alone; give a causal language model, "
             "or call generate of a model that reads another text first"
         )
+    # Keywords that it does not know it may swallow, and read each token without those before.
+    if "past_key_values" not in inspect.signature(kind.forward).parameters:
+        raise ValueError(f"{kind.__name__} takes no past_key_values, which hold the text so far; call its generate")
     if prompt.ndim != 2 or not prompt.numel():
         raise ValueError(f"prompt must be (B, L) with at least one token, got {tuple(prompt.shape)}")
     if temperature != 0 and not _LEAST <= temperature <= _MOST:
@@ -158,6 +163,7 @@ def new_cache(model: PreTrainedModel) -> Cache:
 
     Source: transformers' documentation, "Caching".
     """
+    model = inner_model(model)
     if isinstance(model, LinearLMForCausalLM):
         return StreamCache(len(model.model.blocks))
     linear = [part for part in attention_modules(model) if attention_of(part.module) is not None]
