@@ -64,8 +64,8 @@ FAULTS = (
     Fault(
         "give values the keys' codes", CODES, "zip(key, value, strict=True)", "zip(key, key, strict=True)", CODES_LAWS
     ),
-    Fault("forget the rows beside", CODES, "*(beside is not None, ", "*(False, ", CODES_LAWS),
-    Fault("weigh keys without their biases", CODES, "0 if biases is None else biases.data_ptr()", "0", CODES_LAWS),
+    Fault("forget the rows beside", CODES, "*(True, ", "*(False, ", CODES_LAWS),
+    Fault("weigh keys without their biases", CODES, "(query, *pairs, bias))", "(query, *pairs, 0 * bias))", CODES_LAWS),
     Fault("take every token alone", MERGING, "query.shape[3] >= _FEWEST and", "", MERGING_LAWS),
     Fault("take few heads from many threads", MERGING, "shape[:2].numel() >= threads", "ndim >= 0", MERGING_LAWS),
     Fault("leave the last heads out", MERGING, "number * i // threads", "number // threads * i", MERGING_LAWS),

@@ -73,9 +73,16 @@ FAULTS = (
     Fault(
         "round keys that would fit as they are",
         TIER,
-        "size.bits is None or tokens.bias.shape[2] <= size.num_unquantized",
+        "size.bits is None or tokens.bias.shape[2] <= size.num_unquantized(tokens.bias.element_size())",
         "size.bits is None",
         STREAMS,
+    ),
+    Fault(
+        "take wide numbers for as narrow as float32",
+        "kv_cache/config.py",
+        "// (8 * number_bytes)",
+        "// 32",
+        "tests/kv_cache/test_budget.py",
     ),
     Fault(
         "round keys again at every merge",

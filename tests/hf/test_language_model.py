@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.cache_utils import DynamicCache
 
@@ -359,6 +360,23 @@ def test_states_are_those_of_every_layer() -> None:
             torch.testing.assert_close(first, made.model.blocks[0](embedding))
             torch.testing.assert_close(last @ made.model.embedding.weight.T, made(ids, use_cache=False).logits)
     assert made(ids).hidden_states is None
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT
+def test_an_adapter_of_a_language_model_trains_it() -> None:
+    """Which gives it by keyword what other models take, mostly None."""
+    made, ids = model("hybrid"), text(2, 10)
+    wanted = made(ids, labels=ids).loss
+    adapted = get_peft_model(made, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    loss = adapted(input_ids=ids, labels=ids).loss
+    torch.testing.assert_close(loss, wanted)
+    loss.backward()
+    assert any(x.grad is not None and bool(x.grad.any()) for x in adapted.parameters())
+    for options in ({"inputs_embeds": torch.ones(2, 10, 16)}, {"output_attentions": True}):
+        with pytest.raises(ValueError, match=r"takes input_ids alone and returns no weights.*leave out inputs_embeds"):
+            made(ids, **options)
+    with pytest.raises(ValueError, match="takes input_ids alone"):
+        made(inputs_embeds=torch.ones(2, 10, 16))
 
 
 def test_fitted_maps_are_not_saved(tmp_path) -> None:

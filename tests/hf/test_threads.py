@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bounded_texts import ENOUGH, FEW, IDS, logits
-from linattn.hf import BoundedCache, _choosing, capture, intercept
+from linattn.hf import BoundedCache, LinearLMConfig, LinearLMForCausalLM, _choosing, capture, intercept
 from linattn.hf.interception import answering
 from linattn.hf.linearization import choose_layers
 
@@ -213,3 +213,20 @@ def test_a_model_with_a_cache_answers_by_its_own_eager_attention(language_model)
     BoundedCache(model, config=ENOUGH)
     with answering(model, lambda call: call.by_former()[0]):
         assert torch.equal(logits(model), wanted)
+
+
+@torch.no_grad()
+def test_states_are_those_of_this_thread_alone() -> None:
+    made = LinearLMForCausalLM(LinearLMConfig(hidden_size=16, num_hidden_layers=3, pattern="lls")).eval()
+    wanted = made(IDS, output_hidden_states=True).hidden_states
+
+    def meanwhile(*_: object) -> None:
+        """Another thread calls the model, once."""
+        hook.remove()
+        other = threading.Thread(target=made, args=(IDS[:1, :3],))
+        other.start()
+        other.join()
+
+    hook = made.model.blocks[0].mlp_norm.register_forward_pre_hook(meanwhile)
+    states = made(IDS, output_hidden_states=True).hidden_states
+    assert all(torch.equal(x, y) for x, y in zip(states, wanted, strict=True))

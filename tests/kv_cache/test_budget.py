@@ -37,7 +37,7 @@ def test_a_stream_of_whole_blocks_holds_what_is_promised(config, dtype):
 
 
 @pytest.mark.parametrize("config", [MergedKV(6, 32, None), MergedKV(6, 40, 4)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_a_stream_never_holds_more_than_is_promised(config, dtype):
     """At every token, while memory fills too, when narrow tokens leave the window for wider merged keys."""
     sizes, state, least = Sizes(D, DV, dtype.itemsize, GROUPS), None, []
@@ -47,6 +47,16 @@ def test_a_stream_never_holds_more_than_is_promised(config, dtype):
         least.append(kept_bytes(config, sizes, t + 1) - held_bytes(state))
     assert min(least[16:]) == 0
     assert min(least) >= 0
+
+
+@pytest.mark.parametrize("recall", RECALLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_budget_is_not_exceeded_while_memory_fills(dtype, recall):
+    """When most tokens are about to be quantized."""
+    for budget in (128, 512):
+        sizes = Sizes(64, 64, dtype.itemsize)
+        config = within_budget(budget, sizes, recall=recall)
+        assert max(kept_bytes(config, sizes, t) for t in range(0, 20 * budget, 29)) <= budget * sizes.key_bytes
 
 
 def test_merged_keys_in_few_bits_are_exact_while_they_are_few():

@@ -32,10 +32,10 @@ def exactly(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def test_tokens_that_take_no_more_memory_stay_whole() -> None:
-    """128 keys in 4 bits are 16 whole ones: beside 4 sinks, a window of 4 and its block the first 28 tokens are."""
-    config, given = MergedKV(4, 128, bits=4), qkv(**SIZES)
+    """256 keys in 4 bits are 16 whole ones in float64: beside 4 sinks, a window of 4 and its block the first 28 tokens are."""
+    config, given = MergedKV(4, 256, bits=4), qkv(**SIZES)
     found, truth = attend(*given, config), exactly(*given)
-    assert config.merged_tier.num_unquantized == 16
+    assert config.merged_tier.num_unquantized(8) == 16
     torch.testing.assert_close(found[:, :, :28], truth[:, :, :28], rtol=1e-12, atol=1e-12)
     assert relative_error(found[:, :, 28:32], truth[:, :, 28:32]) > 1e-4
 

@@ -94,6 +94,17 @@ def drawn(case: Case, seed: int = 0) -> tuple[Tensor, CodedRows, CodedRows]:
     return query, key, coded(case.value_dim, case.num_tokens, case.value_bits, case, seed + 2)
 
 
+def read(
+    query: Tensor, key: CodedRows, value: CodedRows, bias: Tensor | None = None, beside: Partial | None = None
+) -> Partial:
+    """Rows over codes, beside others that see no key where none are named."""
+    bias = torch.zeros(key.scale.shape) if bias is None else bias
+    if beside is None:
+        out = torch.zeros(*query.shape[:4], value.mean.shape[-1])
+        beside = Partial(out, torch.full(query.shape[:4], -torch.inf))
+    return read_in_compiled_code(query, key, value, bias, levels(), 0.3, beside)
+
+
 def check(query: Tensor, key: CodedRows, value: CodedRows, bias: Tensor | None, got: Partial) -> None:
     """Compare with softmax over the numbers, head by head.
 
@@ -130,7 +141,7 @@ def _kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def test_it_is_attention_over_what_codes_stand_for(case: Case) -> None:
     """Every number of bits, widths that fill no block or vector, heads whose bits and orders differ, odd numbers."""
     query, key, value = drawn(case)
-    check(query, key, value, None, read_in_compiled_code(query, key, value, None, levels(), 0.3))
+    check(query, key, value, None, read(query, key, value))
 
 
 @pytest.mark.usefixtures("_kind")
@@ -140,7 +151,7 @@ def test_biases_and_masks_weigh_keys() -> None:
     bias = torch.randn(2, 2, 70, generator=torch.Generator().manual_seed(9))
     bias[0, 1, 3:40] = -torch.inf
     bias[1, 0] = -torch.inf
-    got = read_in_compiled_code(query, key, value, bias, levels(), 0.3)
+    got = read(query, key, value, bias)
     assert (got.out[1, 0] == 0).all()
     assert (got.log_normalizer[1, 0] == -torch.inf).all()
     kept = [0, 1, 3]
@@ -149,7 +160,7 @@ def test_biases_and_masks_weigh_keys() -> None:
     check(query_, CodedRows(*rest[:6]), CodedRows(*rest[6:12]), rest[12], Partial(*rest[13:]))
     for rows in (key, value):
         rows.scale[bias == -torch.inf] = torch.nan
-    again = read_in_compiled_code(query, key, value, bias, levels(), 0.3)
+    again = read(query, key, value, bias)
     assert all(torch.equal(x, y) for x, y in zip(got, again, strict=True))
 
 
@@ -160,14 +171,14 @@ def test_short_and_long_keys_keep_their_digits(scale: float) -> None:
     query, key, value = drawn(Case(64, 64, 70, (4,), (4,)))
     key = key._replace(scale=(key.scale.float() * scale).half(), mean=0 * key.mean)
     value = value._replace(scale=torch.arange(280).view(2, 2, 70).short().view(torch.float16))
-    check(query, key, value, None, read_in_compiled_code(query, key, value, None, levels(), 0.3))
+    check(query, key, value, None, read(query, key, value))
 
 
 @pytest.mark.usefixtures("_kind")
 def test_an_infinite_scale_is_one() -> None:
     query, key, value = drawn(CASES[4])
     value.scale[1, 1, 5] = torch.inf
-    got = read_in_compiled_code(query, key, value, None, levels(), 0.3)
+    got = read(query, key, value)
     assert got.out[0].isfinite().all()
     assert not got.out[1, 1].isfinite().any()
 
@@ -182,7 +193,7 @@ def test_threads_share_tokens_or_rows(threads: int, monkeypatch: pytest.MonkeyPa
     try:
         for case in (Case(64, 64, 257, (4, 3), (4,), 1, 1, 2), Case(64, 64, 100, (4, 3), (4,), 1, 2, 2, 150)):
             query, key, value = drawn(case)
-            check(query, key, value, None, read_in_compiled_code(query, key, value, None, levels(), 0.3))
+            check(query, key, value, None, read(query, key, value))
     finally:
         torch.set_num_threads(before)
 
@@ -192,12 +203,12 @@ def test_heads_do_not_see_each_other() -> None:
     """Beside others to the bit what each is alone, wherever its codes lie in memory."""
     query, key, value = drawn(CASES[2])
     key.scale[0, 1] = torch.nan
-    whole = read_in_compiled_code(query, key, value, None, levels(), 0.3)
+    whole = read(query, key, value)
     for b in range(2):
         for h in range(2):
             one = (slice(b, b + 1), slice(h, h + 1))
             parts = (CodedRows(*(x[one] for x in rows)) for rows in (key, value))
-            alone = read_in_compiled_code(query[one], *parts, None, levels(), 0.3)
+            alone = read(query[one], *parts)
             assert torch.equal(alone.out.nan_to_num(7), whole.out[one].nan_to_num(7))
     assert whole.out[0, 1].isnan().all()
     assert whole.out[1].isfinite().all()
@@ -207,7 +218,7 @@ def test_heads_do_not_see_each_other() -> None:
 def test_rows_join_those_beside_them() -> None:
     """Each side's weights in its share, wherever the larger is; a side that saw nothing counts nothing."""
     query, key, value = drawn(CASES[4])
-    alone = read_in_compiled_code(query, key, value, None, levels(), 0.3)
+    alone = read(query, key, value)
     generator = torch.Generator().manual_seed(8)
     out, log = (
         torch.randn(alone.out.shape, generator=generator),
@@ -220,7 +231,7 @@ def test_rows_join_those_beside_them() -> None:
     bias[1, 1] = -torch.inf
     alone.out[1, 1], alone.log_normalizer[1, 1] = 0, -torch.inf
     expected = combine(Partial(out, log), alone)
-    got = read_in_compiled_code(query, key, value, bias, levels(), 0.3, Partial(out.clone(), log.clone()))
+    got = read(query, key, value, bias, Partial(out.clone(), log.clone()))
     # A weight's logarithm is rounded by its size, 200 at most, and a share by twice that.
     torch.testing.assert_close(got.log_normalizer, expected.log_normalizer, rtol=4 * EPS, atol=4 * EPS)
     torch.testing.assert_close(got.out, expected.out, rtol=400 * EPS, atol=400 * EPS)
@@ -228,11 +239,11 @@ def test_rows_join_those_beside_them() -> None:
 
 def test_nothing_is_read_of_no_tokens_and_no_rows() -> None:
     query, key, value = drawn(Case(16, 16, 0, (4,), (4,)))
-    got = read_in_compiled_code(query, key, value, None, levels(), 0.3)
+    got = read(query, key, value)
     assert (got.out == 0).all()
     assert (got.log_normalizer == -torch.inf).all()
     query, key, value = drawn(Case(16, 16, 3, (4,), (4,), length=0))
-    assert read_in_compiled_code(query, key, value, None, levels(), 0.3).out.shape == (2, 2, 3, 0, 16)
+    assert read(query, key, value).out.shape == (2, 2, 3, 0, 16)
 
 
 @pytest.mark.parametrize("damage", ["order", "negative", "bits", "many"])
@@ -244,4 +255,4 @@ def test_frames_that_do_not_fit_codes_are_refused(damage: str) -> None:
     else:
         key.bits[0, 1, 0] = 5 if damage == "bits" else 250
     with pytest.raises(ValueError, match="orders or bits of the state's frames do not fit its codes"):
-        read_in_compiled_code(query, key, value, None, levels(), 0.3)
+        read(query, key, value)

@@ -84,7 +84,7 @@ def test_as_many_places_as_tokens_are_softmax_in_the_bits_of_each_tier() -> None
     ]
     assert errors == sorted(errors, reverse=True)
     assert errors[0] > 4 * errors[-1]
-    wide = MergedKV(4, 10 * LENGTH, bits=None, coded=((8 * LENGTH, 4),))
+    wide = MergedKV(4, 18 * LENGTH, bits=None, coded=((16 * LENGTH, 4),))
     torch.testing.assert_close(attend(given, wide), truth, rtol=1e-12, atol=1e-12)
 
 

@@ -1,6 +1,5 @@
 """`LinearLM` as a model of transformers, saved and trained as any other; letters as in hf/__init__.py."""
 
-from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
@@ -62,7 +61,7 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: StreamCache | None = None,
         labels: Tensor | None = None,
@@ -70,6 +69,8 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
+        inputs_embeds: None = None,
+        output_attentions: bool | None = None,
     ) -> CausalLMOutputWithPast:
         """Logits of the next tokens, and the loss against labels.
 
@@ -83,6 +84,7 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
             output_hidden_states: whether to return every layer's states; config.output_hidden_states if None.
             logits_to_keep: compute logits of so many last tokens alone; 0 for all.
             num_items_in_batch: what the summed loss is divided by, as Trainer gives it; the mean if None.
+            inputs_embeds, output_attentions: those of other models, which PEFT gives too; None, or no weights.
 
         Returns:
             loss, if labels are given, logits (B, L, V), past_key_values and hidden_states, each (B, L, E): the
@@ -90,8 +92,13 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
 
         Raises:
             TypeError: another kind of cache.
-            ValueError: a mask of single pairs, or one that changes earlier tokens; shapes that do not fit.
+            ValueError: embeddings, or weights asked for; a mask of single pairs, or one that changes earlier tokens;
+                shapes that do not fit.
         """
+        if input_ids is None or inputs_embeds is not None or output_attentions:
+            raise ValueError(
+                "a LinearLM takes input_ids alone and returns no weights; leave out inputs_embeds and output_attentions"
+            )
         cache = past_key_values
         if cache is not None and not isinstance(cache, StreamCache):
             raise TypeError(
@@ -107,22 +114,15 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
             cache = StreamCache(len(self.model.blocks))
         key_mask = _key_mask(input_ids, attention_mask, cache)
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        states: list[Tensor] = []
-        with ExitStack() as hooks:
-            for block in self.model.blocks if wants_states else ():
-                # A block's input is that of its first norm, with a state or without.
-                hook = block.attention_norm.register_forward_pre_hook(lambda _, args: states.append(args[0]))
-                hooks.enter_context(hook)
-            if cache is None:
-                x = self.model.vectors(input_ids, key_mask=key_mask)
-            else:
-                x, streams = self.model.vectors_with_state(input_ids, cache.streams, key_mask=key_mask)
+        states: list[Tensor] | None = [] if wants_states else None
+        if cache is None:
+            x = self.model.vectors(input_ids, key_mask=key_mask, inputs=states)
+        else:
+            x, streams = self.model.vectors_with_state(input_ids, cache.streams, key_mask=key_mask, inputs=states)
         logits = self.model.logits(x[:, -logits_to_keep:])
-        loss = None
-        if labels is not None:
-            sizes = {"vocab_size": self.config.vocab_size, "num_items_in_batch": num_items_in_batch}
-            loss = self.loss_function(logits=logits, labels=labels, **sizes)
-        hidden_states = (*states, self.model.norm(x)) if wants_states else None
+        sizes = {"vocab_size": self.config.vocab_size, "num_items_in_batch": num_items_in_batch}
+        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, **sizes)
+        hidden_states = None if states is None else (*states, self.model.norm(x))
         if cache is not None:  # Last: an error leaves the cache as it was.
             cache.advance(streams, input_ids.shape[1])
         return CausalLMOutputWithPast(loss, logits, cache, hidden_states)

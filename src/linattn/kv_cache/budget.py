@@ -143,7 +143,7 @@ def _kept(config: MergedKV, sizes: Sizes, most_near: int, num_tokens: int) -> in
     total, rest = (near + sinks) * _near_bytes(sizes) + sample_bytes(sizes), num_tokens - near - sinks
     for tier in (*config.tiers, config.merged_tier):
         number = min(tier.number, rest)
-        bits = None if number <= tier.num_unquantized else tier.bits
+        bits = None if number <= tier.num_unquantized(sizes.statistic_bytes) else tier.bits
         total, rest = total + number * token_bytes(sizes, bits) + _frames_bytes(sizes, bits), rest - number
     return total
 

@@ -116,31 +116,25 @@ def read_in_compiled_code(
     query: Tensor,  # (B, H, G, Lq, D) float32
     key: CodedRows,
     value: CodedRows,
-    bias: Tensor | None,  # (B, H, n)
+    bias: Tensor,  # (B, H, n)
     levels: Tensor,  # (511,), of 0, 1, … 8 bits one after the other
     scale: float,
-    beside: Partial | None = None,
+    beside: Partial,
 ) -> Partial:
     """Rows over all of them, and over the keys of rows beside these, which are written over; O(Lq·n·(D + Dv)) time."""
     # Imported here: a wheel of its own, which most do not have.
     from linattn_compiled import read_codes
 
     (batch, heads, groups, length, head_dim), value_dim = query.shape, value.mean.shape[-1]
-    if beside is None:
-        out, log = query.new_empty(*query.shape[:4], value_dim), query.new_empty(query.shape[:4])
-    else:
-        out, log = (x.contiguous() for x in beside)
+    out, log = (x.contiguous() for x in beside)
     pairs = (x for pair in zip(key, value, strict=True) for x in pair)
-    tensors = [x.contiguous() for x in (query, *pairs)]
-    biases = None if bias is None else bias.contiguous()
-    addresses = [x.data_ptr() for x in tensors]
+    tensors = [*(x.contiguous() for x in (query, *pairs, bias)), levels, out, log]
     number, sizes = key.scale.shape[2], [(x.order.shape[-1], x.bits.shape[-1]) for x in (key, value)]
     work = batch * heads * number * (groups * length + _DECODED) * sum(size for size, _ in sizes)
     read_codes(
-        *addresses,
-        *(0 if biases is None else biases.data_ptr(), levels.data_ptr(), out.data_ptr(), log.data_ptr()),
+        *(x.data_ptr() for x in tensors),
         *(batch * heads, groups * length, head_dim, value_dim, number, key.code.shape[-1], value.code.shape[-1]),
         *(x for size, blocks in sizes for x in (size, size // blocks)),
-        *(beside is not None, torch.get_num_threads() if work > _MANY else 1, _WIDEST, scale),
+        *(True, torch.get_num_threads() if work > _MANY else 1, _WIDEST, scale),
     )
     return Partial(out, log)

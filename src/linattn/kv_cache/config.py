@@ -41,10 +41,9 @@ class TierSize(NamedTuple):
         assert self.bits is not None
         return self.bits if isinstance(self.bits, tuple) else (self.bits, self.bits)
 
-    @property
-    def num_unquantized(self) -> int:
-        """How many tokens take no more memory in 32 bits a number than all of them in few bits."""
-        return self.number if self.bits is None else int(self.number * min(self.both_bits)) // 32
+    def num_unquantized(self, number_bytes: int) -> int:
+        """How many tokens take no more memory in numbers of so many bytes than all of them in few bits."""
+        return self.number if self.bits is None else int(self.number * min(self.both_bits)) // (8 * number_bytes)
 
     @property
     def in_bits(self) -> str:

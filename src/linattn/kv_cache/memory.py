@@ -53,7 +53,7 @@ class Tier(NamedTuple):
             # A copy of the first ones: a view would keep all tokens that they came with.
             both = held.then(tokens) if self.number else Tokens(*(x.clone() for x in tokens))
             return self.of(both, sample, size)
-        if number < _AGAIN * size.num_unquantized <= number + tokens.bias.shape[2]:
+        if number < _AGAIN * size.num_unquantized(tokens.bias.element_size()) <= number + tokens.bias.shape[2]:
             return self.of(self.tokens().then(tokens), sample, size)
         return self._appended(tokens, sample, size)
 
@@ -71,7 +71,7 @@ class Tier(NamedTuple):
 
     def of(self, tokens: Tokens, sample: QuerySample, size: TierSize) -> Self:
         """Tokens in place of what is here: codes where they are too many for numbers."""
-        if size.bits is None or tokens.bias.shape[2] <= size.num_unquantized:
+        if size.bits is None or tokens.bias.shape[2] <= size.num_unquantized(tokens.bias.element_size()):
             return self._replace(held=tokens, followed=None)
         return self._rounded(tokens, Frames.of(tokens, size.both_bits, sample.power), size)
 

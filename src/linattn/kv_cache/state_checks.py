@@ -116,7 +116,7 @@ def _check_tier(name: str, tier: object, size: TierSize, recent: Tokens, head_di
     dtype, device, widths = recent.bias.dtype, recent.key.device, (head_dim, value_dim)
     if size.bits is None or not isinstance(tier, CodedTokens):
         sizes = (batch, heads, *widths)
-        check_tokens(name, tier, size.num_unquantized, sizes, dtype, device, _REMEDY, is_wide=True)
+        check_tokens(name, tier, size.num_unquantized(dtype.itemsize), sizes, dtype, device, _REMEDY, is_wide=True)
         return
     number = check_count(f"{name}.bias", tier.bias, size.number, _REMEDY)
     check_kind(Frames, f"{name}.frames", tier.frames, _REMEDY)

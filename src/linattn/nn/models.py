@@ -163,10 +163,12 @@ class LinearLM(nn.Module):
         x, streams = self.vectors_with_state(tokens, state, key_mask=key_mask)
         return Predicted(self.logits(x), streams)
 
-    def vectors(self, tokens: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-        """Outputs of the last block, (B, L, E): `logits` of some of them costs less than of all."""
+    def vectors(self, tokens: Tensor, *, key_mask: Tensor | None = None, inputs: list[Tensor] | None = None) -> Tensor:
+        """Outputs of the last block, (B, L, E), of which `logits` takes any; `inputs` gets that of each block."""
         x: Tensor = self.embedding(tokens)
         for block in self.blocks:
+            if inputs is not None:
+                inputs.append(x)
             if self.gradient_checkpointing and self.training:
                 x = checkpoint(block, x, key_mask=key_mask, use_reentrant=False)
             else:
@@ -174,13 +176,20 @@ class LinearLM(nn.Module):
         return x
 
     def vectors_with_state(
-        self, tokens: Tensor, state: Sequence[Stream] | None = None, *, key_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        state: Sequence[Stream] | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        inputs: list[Tensor] | None = None,
     ) -> tuple[Tensor, tuple[Stream, ...]]:
-        """Outputs of the last block for a text's next tokens, and each block's stream after them."""
+        """Outputs of the last block for a text's next tokens, as `vectors`, and each block's stream after them."""
         if state is not None and len(state) != len(self.blocks):
             raise ValueError(f"state must hold a stream for each of {len(self.blocks)} blocks, got {len(state)}")
         x, streams = self.embedding(tokens), []
         for place, block in enumerate(self.blocks):
+            if inputs is not None:
+                inputs.append(x)
             x, after = block.forward_with_state(x, None if state is None else state[place], key_mask=key_mask)
             streams.append(after)
         return x, tuple(streams)
