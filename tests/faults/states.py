@@ -214,15 +214,29 @@ FAULTS = (
     Fault(
         "continue merged keys that autograd may not keep",
         "kv_cache/functional.py",
-        "keys if outside_inference(one) is one else keys.each(outside_inference)",
-        "keys",
+        "state.keys if is_free else state.keys.each(outside_inference)",
+        "state.keys",
         "tests/kv_cache/test_inference_mode.py",
+    ),
+    Fault(
+        "look at the first group of rows alone for what autograd may not keep",
+        "kv_cache/functional.py",
+        "for group in state.groups]",
+        "for group in state.groups[:1]]",
+        "tests/kv_cache/test_inference_mode.py",
+    ),
+    Fault(
+        "leave sinks in the dtype that a text began in",
+        "kv_cache/stream.py",
+        "(*(x.to(like.dtype) for",
+        "(*(x for",
+        "tests/kv_cache/test_states.py",
     ),
     Fault(
         "copy merged keys at every token",
         "kv_cache/functional.py",
-        "keys if outside_inference(one) is one else keys.each(outside_inference)",
-        "keys.each(lambda x: x.clone())",
+        "state.keys if is_free else state.keys.each(outside_inference)",
+        "state.keys.each(lambda x: x.clone())",
         "tests/kv_cache/test_inference_mode.py",
     ),
 )

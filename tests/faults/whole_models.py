@@ -160,6 +160,13 @@ FAULTS = (
         TEXT,
     ),
     Fault(
+        "leave padded tokens out of outputs without tokens",
+        "hf/interception.py",
+        "if padding is not None and output.shape[: padding.ndim] == padding.shape:",
+        "if padding is not None:",
+        "tests/hf/test_capture.py",
+    ),
+    Fault(
         "stream a linearized model with keys for a cache",
         "hf/streaming.py",
         "        return StateCache(model) if linear else DynamicCache(config=model.config)\n",

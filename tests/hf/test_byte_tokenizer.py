@@ -39,6 +39,25 @@ def test_tokens_that_are_added_have_their_text() -> None:
     assert tokenizer.decode(tokens, skip_special_tokens=True) == "aé€"
 
 
+def test_an_added_character_takes_no_byte_s_number() -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.add_special_tokens({"eos_token": "§"})
+    assert tokenizer.eos_token_id == 256
+    tokens = tokenizer("ça§")["input_ids"]
+    assert tokens == [*"ça".encode(), 256]
+    assert tokenizer.decode(tokens) == "ça§"
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == "ça"
+
+
+def test_numbers_and_names_of_no_token() -> None:
+    """As of a model with more embeddings than the tokenizer has tokens."""
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode([97, 300]) == "a\ufffd"
+    assert tokenizer.convert_tokens_to_ids("<pad>") is None
+    names = tokenizer.convert_ids_to_tokens(list(range(256)))
+    assert tokenizer.convert_tokens_to_ids(names) == list(range(256))
+
+
 def test_a_folder_without_a_tokenizer_is_read_in_bytes(tmp_path) -> None:
     model = LinearLMForCausalLM(LinearLMConfig(**SIZES)).eval()
     model.save_pretrained(tmp_path)

@@ -48,6 +48,25 @@ def test_attention_that_is_more_than_softmax(build, padded):
         capture(model, padded("right"))
 
 
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [("bert", "ForSequenceClassification"), ("bert", "ForQuestionAnswering"), ("llama", "ForSequenceClassification")],
+)
+def test_outputs_of_whole_texts_are_compared_too(build, padded, family, head):
+    model, inputs = build(family, head=head), padded("right")
+    recorded = capture(model, inputs)
+    with torch.no_grad():
+        assert torch.equal(recorded.output, model(**inputs)[0])
+
+
+def test_outputs_of_a_decoder_are_those_of_its_own_tokens(build, padded):
+    model, inputs = build("bart", head="ForConditionalGeneration"), padded("right")
+    for length in (3, 7):
+        assert (
+            capture(model, {**inputs, "decoder_input_ids": inputs["input_ids"][:, :length]}).output.shape[1] == length
+        )
+
+
 def test_training_mode(build, padded):
     with pytest.raises(ValueError, match=r"call model\.eval\(\) first"):
         capture(build("bert").train(), padded("right"))

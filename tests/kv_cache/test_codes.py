@@ -32,7 +32,7 @@ def exactly(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def test_tokens_that_take_no_more_memory_stay_whole() -> None:
-    """256 keys in 4 bits are 16 whole ones in float64: beside 4 sinks, a window of 4 and its block the first 28 tokens are."""
+    """256 keys in 4 bits are 16 float64 ones: beside 4 sinks, a window of 4 and its block the first 28 tokens are."""
     config, given = MergedKV(4, 256, bits=4), qkv(**SIZES)
     found, truth = attend(*given, config), exactly(*given)
     assert config.merged_tier.num_unquantized(8) == 16

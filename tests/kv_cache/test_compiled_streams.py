@@ -296,6 +296,19 @@ def test_it_says_why_not(change: object, config: MergedKV, words: str) -> None:
         linattn.merged_attention(*tokens, config, is_causal=True, backend="compiled")
 
 
+def test_runs_of_tokens_without_a_query_are_taken_in() -> None:
+    """The last two tokens have queries, and a hole is before them."""
+    query, key, value = given()
+    mask = torch.ones(len(key), key.shape[2], dtype=torch.bool)
+    mask[:, 5] = False
+    tokens, config = (query[:, :, -2:], key, value), MergedKV(4, 6, bits=None, num_sinks=0)
+    outs = [
+        linattn.merged_attention(*tokens, config, key_mask=mask, is_causal=True, enable_gqa=True, backend=backend)
+        for backend in ("torch", "compiled")
+    ]
+    torch.testing.assert_close(*outs)
+
+
 def test_graphs_and_maps_of_functions_leave_it_alone() -> None:
     """Of as many tokens as it would take, and no more: a graph has each of their blocks."""
     torch.compiler.reset()

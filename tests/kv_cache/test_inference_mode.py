@@ -130,6 +130,22 @@ def test_a_stream_begun_in_inference_goes_on_in_any_mode(name: str) -> None:
     assert all(map(torch.equal, *map(leaves, ends)))
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_rows_that_went_on_in_inference_beside_padding_go_on_with_gradients(late: int) -> None:
+    config, mask = MergedKV(2, 8, 4, num_sinks=0), torch.ones(2, 1, dtype=torch.bool)
+    mask[late] = False
+    state = None
+    for place, token in enumerate(
+        zip(*(x.split(1, 2) for x in qkv(heads=2, num_queries=31, num_keys=31)), strict=True)
+    ):
+        with torch.inference_mode(place > 0):
+            state = linattn.merged_attention_with_state(*token, config, state, key_mask=mask).state
+    leaf, *rest = token
+    leaf = leaf.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(linattn.merged_attention_with_state(leaf, *rest, config, state).out.sum(), leaf)
+    assert bool(grad.any())
+
+
 @pytest.mark.parametrize("bits", [None, 4])
 def test_a_short_state_is_read_with_gradients(bits: int | None) -> None:
     """With a query head for each key head the recent tokens go into the products as they are."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -44,6 +46,20 @@ def test_rows_that_a_state_does_not_have_are_refused() -> None:
             state.select([0])
         with pytest.raises(TypeError, match=r"query must be a floating tensor, got torch\.int64"):
             state.read(tokens[0].long())
+
+
+@pytest.mark.parametrize("num_sinks", [0, 2])
+def test_a_stream_that_goes_on_in_a_wider_dtype_is_copied_and_read(num_sinks: int) -> None:
+    """A file's or a copy's tensors are looked at before they are used."""
+    config, (query, key, value) = MergedKV(2, 4, None, num_sinks), qkv(num_queries=12, num_keys=12, dtype=torch.float32)
+    state = None
+    for dtype, start, stop in ((torch.bfloat16, 0, 9), (torch.float32, 9, 10)):
+        tokens = (x[:, :, start:stop].to(dtype) for x in (query, key, value))
+        state = linattn.merged_attention_with_state(*tokens, config, state, enable_gqa=True).state
+    twin, rest = copy.deepcopy(state), [x[:, :, 10:] for x in (query, key, value)]
+    assert torch.equal(twin.read(query).out, state.read(query).out)
+    outs = [linattn.merged_attention_with_state(*rest, config, x, enable_gqa=True).out for x in (state, twin)]
+    assert torch.equal(*outs)
 
 
 def test_a_state_of_no_heads_is_not_read() -> None:

@@ -7,6 +7,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizer
 from linattn.hf.language_model_config import LinearLMConfig
 
 NUM_BYTES = 256
+# No single characters, which tokens that are added may be.
+_NAMES = [f"<0x{number:02X}>" for number in range(NUM_BYTES)]
+_NUMBERS = {name: number for number, name in enumerate(_NAMES)}
 _INPUTS = ["input_ids", "attention_mask"]
 
 
@@ -34,8 +37,8 @@ class ByteTokenizer(PreTrainedTokenizer):
         return NUM_BYTES
 
     def get_vocab(self) -> dict[str, int]:
-        """Each byte's token: the character of its number."""
-        return {chr(number): number for number in range(NUM_BYTES)} | self.added_tokens_encoder
+        """Each byte's token, as "<0x61>"."""
+        return _NUMBERS | self.added_tokens_encoder
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
         """No file: there is nothing to write down."""
@@ -43,21 +46,20 @@ class ByteTokenizer(PreTrainedTokenizer):
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
         """The text of bytes, and of tokens that were added."""
-        added = self.added_tokens_encoder
-        parts = (token.encode() if token in added else bytes([ord(token)]) for token in tokens)
+        parts = (bytes([_NUMBERS[token]]) if token in _NUMBERS else token.encode() for token in tokens)
         return b"".join(parts).decode("utf-8", errors="replace")
 
     def _tokenize(self, text: str, **_: Any) -> list[str]:
-        """The character of each byte's number."""
-        return list(map(chr, text.encode("utf-8")))
+        """The name of each byte."""
+        return [_NAMES[number] for number in text.encode("utf-8")]
 
-    def _convert_token_to_id(self, token: str) -> int:
-        """The byte."""
-        return ord(token)
+    def _convert_token_to_id(self, token: str) -> int | None:
+        """The byte; None for what names none."""
+        return _NUMBERS.get(token)
 
     def _convert_id_to_token(self, index: int) -> str:
-        """The character of a byte's number."""
-        return chr(index)
+        """A byte's name; U+FFFD for the number of no token."""
+        return _NAMES[index] if index < NUM_BYTES else "\N{REPLACEMENT CHARACTER}"
 
 
 AutoTokenizer.register(LinearLMConfig, tokenizer_class=ByteTokenizer, exist_ok=True)

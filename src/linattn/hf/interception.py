@@ -265,7 +265,8 @@ def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Capture:
     with torch.no_grad():
         output: Tensor = model(**inputs)[0]
     calls, rebuilt = recorded(model, inputs)
-    _check_rebuilt(model, output, rebuilt, inputs.get("attention_mask"))
+    of_output = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
+    _check_rebuilt(model, output, rebuilt, inputs.get(of_output))
     names = {call.module_name for call in calls}
     windows = (part.name for part in attention_modules(model) if part.window is not None)
     return Capture(tuple(calls), output, tuple(name for name in windows if name not in names))
@@ -287,7 +288,8 @@ def recorded(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> tuple[list
 
 def _check_rebuilt(model: PreTrainedModel, output: Tensor, rebuilt: Tensor, padding: Tensor | None) -> None:
     """Refuse a recording that does not explain the model; padded positions carry no meaning and are left out."""
-    if padding is not None:
+    # Of entire texts, as classifiers', none are.
+    if padding is not None and output.shape[: padding.ndim] == padding.shape:
         output, rebuilt = output[padding.bool()], rebuilt[padding.bool()]
     difference = float((rebuilt.double() - output.double()).norm() / output.double().norm())
     allowed = torch.finfo(output.dtype).eps ** 0.5

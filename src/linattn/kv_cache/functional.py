@@ -285,8 +285,9 @@ def _begun(
         raise TypeError(f"state must be a linattn.MergedState or None, got {type(state).__name__}")
     check_continues(state.keys, grouped.key, grouped.value, config)
     state.check_tensors(grouped.key.shape[-1], grouped.query.shape[2])
-    keys, one = state.keys, state.groups[0].recent.key
-    return grouped, keys if outside_inference(one) is one else keys.each(outside_inference)
+    latest = [group.recent.key for group in state.groups]
+    is_free = all(outside_inference(x) is x for x in latest)
+    return grouped, state.keys if is_free else state.keys.each(outside_inference)
 
 
 def _checked(

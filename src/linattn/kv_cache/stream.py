@@ -43,6 +43,8 @@ def attend_causal_merging(
     recent = Tokens(*(x.clone() for x in tokens.cut(oldest, length)))
     if sinks.bias.shape[2] > before.sinks.bias.shape[2]:
         sinks = Tokens(*(x.clone() for x in sinks))
+    # A text may go on in a wider dtype, which the recent tokens have then.
+    sinks = Tokens(*(x.to(like.dtype) for x, like in zip(sinks, recent, strict=True)))
     return rows, MergedKeys(sinks, keys.coded, keys.merged, keys.sample, recent, config)
 
 
