@@ -94,6 +94,27 @@ def test_a_budget_that_is_too_small_names_the_least_that_is_not(sizes, bits):
         within_budget(least - 1, sizes, bits)
 
 
+def test_a_larger_budget_than_one_that_fits_fits():
+    """Sinks, of which there are more from some budgets on, leave room for the rest."""
+    for sizes in (Sizes(4, 16, 2, 2), Sizes(16, 16, 2, 4), Sizes(64, 64)):
+        for bits in (2, 4, 7.5, 8, None):
+            least = next(budget for budget in range(1, 99) if is_within(budget, sizes, bits))
+            assert all(is_within(budget, sizes, bits) for budget in range(least, 99))
+
+
+def is_within(budget, sizes, bits):
+    """Whether merged keys have room."""
+    with suppress(ValueError):
+        return within_budget(budget, sizes, bits).num_merged > 0
+    return False
+
+
+@pytest.mark.parametrize("widths", [{"head_dim": 0}, {"head_dim": -64}, {"head_dim": 64, "num_groups": 0}], ids=str)
+def test_widths_of_no_head_are_refused(widths):
+    with pytest.raises(ValueError, match=r"head_dim and num_groups must be positive, and value_dim not negative, got"):
+        MergedKV.within(512, **widths)
+
+
 @pytest.mark.parametrize("recall", RECALLS)
 @pytest.mark.parametrize("budget", [128, 256, 512, 1024])
 def test_blocks_are_of_8_tokens_and_more(recall, budget):

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Literal, get_args
 
 from linattn.kv_cache.codes import Layout, coded_bytes
@@ -70,6 +69,8 @@ def within_budget(
 ) -> MergedKV:
     """`MergedKV.within`, for a layer of these sizes; the window takes the share `near`, None for what is best."""
     check_budget(budget)
+    if min(sizes.head_dim, sizes.num_groups) < 1 or sizes.value_dim < 0:
+        raise ValueError(f"head_dim and num_groups must be positive, and value_dim not negative, got {sizes}")
     bits = checked_bits(bits)
     if recall not in RECALLS:
         raise ValueError(f"recall must be one of {', '.join(map(repr, RECALLS))}, got {recall!r}")
@@ -96,11 +97,14 @@ def within_bytes(
     num_bytes: int, sizes: Sizes, near: float, bits: Bits | None, tiers: Sequence[tuple[float, Bits]]
 ) -> MergedKV:
     """The most merged keys in so many bytes; tiers, each a share of what the window leaves, go until none is empty."""
-    whole = _near_bytes(sizes)
-    num_sinks = _num_sinks(num_bytes // sizes.key_bytes)
+    whole, budget = _near_bytes(sizes), num_bytes // sizes.key_bytes
     # Merged keys have the frames of a last tier in their bits.
     framed = [bits, *(few for _, few in tiers if few != bits)]
-    room = num_bytes - sample_bytes(sizes) - sum(_frames_bytes(sizes, each) for each in framed) - num_sinks * whole
+    room = num_bytes - sample_bytes(sizes) - sum(_frames_bytes(sizes, each) for each in framed)
+    num_sinks, rest = min(budget // _KEYS_PER_SINK, MergedKV.num_sinks), _near(1) * whole + token_bytes(sizes, bits)
+    # At last sinks give way: a budget fits where a smaller one does.
+    num_sinks = num_sinks if tiers else max(min(num_sinks, (room - rest) // whole), 0)
+    room -= num_sinks * whole
     widths = range(max(int(room * near / whole), 0), 0, -1)
     window = next((width for width in widths if _near(width) * whole <= room * near), 1)
     room = max(room - _near(window) * whole, 0)
@@ -109,24 +113,12 @@ def within_bytes(
     if tiers and (number < 1 or any(number < 1 for number, _ in coded)):
         return within_bytes(num_bytes, sizes, near, bits, tiers[1:])
     if number < 1:
-        budget, least = num_bytes // sizes.key_bytes, _least_budget(sizes, bits)
+        least = -(-(sample_bytes(sizes) + _frames_bytes(sizes, bits) + rest) // sizes.key_bytes)
         raise ValueError(
             f"a budget of {budget} keys is too small for keys of width {sizes.head_dim}: a window, merged keys and the "
             f"sampled queries take {least}; give a budget of {least} or more"
         )
     return MergedKV(window, number, bits, num_sinks, coded)
-
-
-def _least_budget(sizes: Sizes, bits: Bits | None) -> int:
-    """The least budget, in keys, that holds a window of one token and one merged key."""
-    least = sample_bytes(sizes) + _frames_bytes(sizes, bits) + _near(1) * _near_bytes(sizes) + token_bytes(sizes, bits)
-    room = (number * sizes.key_bytes - _num_sinks(number) * _near_bytes(sizes) for number in count(1))
-    return next(number for number, left in enumerate(room, 1) if left >= least)
-
-
-def _num_sinks(budget: int) -> int:
-    """Sinks of a budget in keys."""
-    return min(budget // _KEYS_PER_SINK, MergedKV.num_sinks)
 
 
 def kept_bytes(config: MergedKV, sizes: Sizes, num_tokens: int) -> int:
