@@ -230,8 +230,8 @@ FAULTS = (
     Fault(
         "let a decoder's queries move the map's centres",
         "hf/linearization.py",
-        "    is_ordered = part.is_causal or part.reads_another_text\n",
-        "    is_ordered = part.is_causal\n",
+        "    is_ordered = part.is_causal or part.reads_another_text or",
+        "    is_ordered = part.is_causal or",
         "tests/hf/test_linearization_refusals.py",
     ),
     Fault(
@@ -319,10 +319,17 @@ FAULTS = (
         MODELS,
     ),
     Fault(
+        "learn nothing from a mask where the module says nothing",
+        "hf/linearization.py",
+        " or part.hides_later\n",
+        "\n",
+        "tests/hf/test_linearization_refusals.py",
+    ),
+    Fault(
         "go on with a long call from the state before a record that was taken back",
         "hf/_cache_layers.py",
-        "        if call.num_tokens >= window:\n",
-        "        if call.num_tokens >= window and not (last and last.num_tokens == 0):\n",
+        " <= window > call.num_tokens:",
+        " <= window:",
         RECORDED,
     ),
     Fault(

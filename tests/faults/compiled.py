@@ -66,7 +66,7 @@ FAULTS = (
     ),
     Fault("forget the rows beside", CODES, "*(True, ", "*(False, ", CODES_LAWS),
     Fault("weigh keys without their biases", CODES, "(query, *pairs, bias))", "(query, *pairs, 0 * bias))", CODES_LAWS),
-    Fault("refuse runs without a query", MERGING, "if query.shape[3] == 0 <", "if False and 0 <", MERGING_LAWS),
+    Fault("refuse runs without a query", MERGING, "or not is_read or", "or", MERGING_LAWS),
     Fault("take every token alone", MERGING, "query.shape[3] >= _FEWEST and", "", MERGING_LAWS),
     Fault("take few heads from many threads", MERGING, "shape[:2].numel() >= threads", "ndim >= 0", MERGING_LAWS),
     Fault("leave the last heads out", MERGING, "number * i // threads", "number // threads * i", MERGING_LAWS),

@@ -53,8 +53,8 @@ FAULTS = (
     Fault(
         "select from merged keys that do not belong together",
         MERGED_STATE,
-        "self._check_whole()\n        if isinstance",
-        "if isinstance",
+        "self._check_whole()\n        indices",
+        "indices",
         MERGED_LAWS,
     ),
     Fault("read a config from a file unchecked", "kv_cache/config.py", "self.__post_init__()", "pass", MERGED_LAWS),
@@ -82,8 +82,8 @@ FAULTS = (
     Fault(
         "select from what does not belong together",
         STATE,
-        "self.check_tensors()\n        groups",
-        "groups",
+        "self.check_tensors()\n        indices",
+        "indices",
         LAWS,
     ),
     Fault("take a window of any width from a file", CHECKS, "check_width(window.width)", "pass", LAWS),
@@ -224,6 +224,13 @@ FAULTS = (
         "for group in state.groups]",
         "for group in state.groups[:1]]",
         "tests/kv_cache/test_inference_mode.py",
+    ),
+    Fault(
+        "leave numbers of rows in few bits",
+        "softmax/checking.py",
+        "    return indices.long()\n",
+        "    return indices\n",
+        "tests/kv_cache/test_states.py",
     ),
     Fault(
         "leave sinks in the dtype that a text began in",

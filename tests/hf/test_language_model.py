@@ -373,7 +373,7 @@ def test_an_adapter_of_a_language_model_trains_it() -> None:
     loss.backward()
     assert any(x.grad is not None and bool(x.grad.any()) for x in adapted.parameters())
     for options in ({"inputs_embeds": torch.ones(2, 10, 16)}, {"output_attentions": True}):
-        with pytest.raises(ValueError, match=r"takes input_ids alone and returns no weights.*leave out inputs_embeds"):
+        with pytest.raises(ValueError, match="takes input_ids alone; leave out inputs_embeds"):
             made(ids, **options)
     with pytest.raises(ValueError, match="takes input_ids alone"):
         made(inputs_embeds=torch.ones(2, 10, 16))

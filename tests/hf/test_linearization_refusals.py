@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import CLIPTextConfig, CLIPTextModel
 
 from linattn import MergedKV
 from linattn.feature_maps import EluPlusOne, FavorPlus, Relu
-from linattn.hf import BoundedCache, intercept, linearize_, restore_
+from linattn.hf import BoundedCache, intercept, is_linearized, linearize_, restore_
 from linattn.hf.linearization import choose_layers
 from model_inputs import batch
 
@@ -126,6 +127,23 @@ def test_what_learns_from_all_queries_is_refused_where_a_decoder_reads_another_t
     with pytest.raises(ValueError, match=words):
         linearize_(model, method=feature_map, layers=crossed)
     linearize_(model, method="FavorPlus(num_features=16)", layers=crossed)
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [("Expansion(num_centres=4)", "leak the future.*calibrate=batches"), (MergedKV(None, 6), "give window too")],
+)
+def test_causal_masks_count_where_a_module_says_nothing(method, words):
+    """As in CLIP's text encoder: what every call would refuse is refused at once, and what a call takes is taken."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = CLIPTextModel(CLIPTextConfig(**sizes, vocab_size=64, eos_token_id=2)).eval()
+    with pytest.raises(ValueError, match=words):
+        linearize_(model, method)
+    assert not is_linearized(model)
+    linearize_(model, "FavorPlus(num_features=8)")
+    with torch.no_grad():
+        before, after = model(IDS).last_hidden_state, model(IDS[:, :4]).last_hidden_state
+    torch.testing.assert_close(before[:, :4], after, rtol=1e-4, atol=1e-4)
 
 
 def test_once_and_only_once(build, exact):

@@ -11,6 +11,7 @@ import linattn
 from grid import qkv
 from linattn import MergedKV
 from linattn.kv_cache.keys import MergedKeys
+from linattn.nn import Stream
 
 
 @pytest.mark.parametrize("bits", [None, 4])
@@ -39,9 +40,15 @@ def test_rows_that_a_state_does_not_have_are_refused() -> None:
         mask[1, :padding] = False
         options = {"key_mask": mask, "enable_gqa": True}
         state = linattn.merged_attention_with_state(*tokens, MergedKV(4, 8, bits=None), **options).state
-        for wrong in ([0, 2], [-1, 0]):
-            with pytest.raises(IndexError):
-                state.select(torch.tensor(wrong))
+        stream = Stream(state, torch.full((2,), 30))
+        for wrong in ([2, 0], [-1, 0]):
+            for each in (state, stream):
+                with pytest.raises(IndexError, match=rf"indices must lie in \[0, 2\), the rows, got {wrong[0]}"):
+                    each.select(torch.tensor(wrong))
+        for chosen in (torch.int16, torch.uint8):
+            few = [state.select(torch.tensor([1], dtype=dtype)) for dtype in (chosen, torch.int64)]
+            assert all(map(torch.equal, *(each.tokens() for each in few)))
+            assert stream.select(torch.tensor([1], dtype=chosen)).num_tokens.tolist() == [30]
         with pytest.raises(TypeError, match="1-D integer tensor, got list"):
             state.select([0])
         with pytest.raises(TypeError, match=r"query must be a floating tensor, got torch\.int64"):

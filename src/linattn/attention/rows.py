@@ -55,14 +55,12 @@ def attention_rows(
         [0.25, 0.75]
     """
     query, key, _, bias = checked_for(feature_map, (query, key, key), key_mask, key_bias, enable_gqa=enable_gqa)
-    check_indices(query_index, "query_index")
     length = query.shape[2]
+    rows = check_indices(query_index, name="query_index") % max(length, 1)
     if query_index.numel() and (torch.compiler.is_compiling() or not is_fake(query_index)):
         low, high = int(query_index.min()), int(query_index.max())
         if not -length <= low <= high < length:
             raise ValueError(f"query_index must lie in [{-length}, {length}), got {low} to {high}")
-    # uint8 would be read as a mask.
-    rows = query_index.long() % max(length, 1)
     heads, dtype = (key.shape[1], query.shape[1] // max(key.shape[1], 1)), accumulation_dtype(query.dtype)
     bound, query, key = bind(feature_map, query, key, live_keys(key_mask, key_bias), is_causal=is_causal)
     zero = query.new_zeros(1, 1, key.shape[2], dtype=dtype)

@@ -242,8 +242,8 @@ class State(Restored):
 
     def select(self, indices: Tensor) -> State:
         """The rows `indices` (1-D integer tensor) of the batch, in that order, copied: beams, forks, compaction."""
-        check_indices(indices)
         self.check_tensors()
+        indices = check_indices(indices, len(self.S))
         groups = self.window.select(indices) if isinstance(self.window, RowGroups) else None
         return self._each(lambda x: x.index_select(0, indices), groups)
 

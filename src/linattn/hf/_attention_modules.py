@@ -36,6 +36,7 @@ class AttentionModule:
     device: torch.device | None = None
     reads_another_text: bool = False  # queries of a causal text, keys of another, as in a decoder's cross attention
     has_sinks: bool = False  # calls bring logits of one more key of value 0
+    hides_later: bool = False  # its masks are causal, whatever the module says
 
     @property
     def head_dim(self) -> int:

@@ -190,12 +190,10 @@ class RecordingLayer(StatefulLayer[S]):
     def record(self, call: RecordedCall, window: int) -> None:
         """Hold a call beside the one before it, or as a part of that where a window of so many tokens holds both."""
         last = self._calls[-1] if self._calls else None
-        if call.num_tokens >= window:
-            self._calls = (call,)
-        elif last is not None and last.num_tokens + call.num_tokens <= window:
+        if last is not None and last.num_tokens + call.num_tokens <= window > call.num_tokens:
             self._calls = (*self._calls[:-1], last.then(call))
         else:
-            self._calls = (*self._calls[-1:], call)
+            self._calls = (*self._calls[-1:], call) if call.num_tokens < window else (call,)
 
     def activate_past_recording(self) -> None:
         """Hold the last call's last tokens, and as many as the exact window is wide, which `crop` can take back."""

@@ -55,7 +55,8 @@ class Probe:
         for part in parts:
             if calls := self.calls.get(part.module):
                 reads_another_text = has_order and not part.is_causal and self._is_crossed(part.module)
-                shown: Any = {"width": calls[0].query.shape[-1], "device": calls[0].key.device}
+                hides = any(mask.function is causal_mask_function for mask in self._masks(part.module))
+                shown: Any = {"width": calls[0].query.shape[-1], "device": calls[0].key.device, "hides_later": hides}
                 has_sinks = any(call.sinks is not None for call in calls)
                 part = replace(part, **shown, reads_another_text=reads_another_text, has_sinks=has_sinks)
             placed.append(part)
@@ -100,7 +101,7 @@ class Probe:
                 "stand in its place; take a model that does"
             )
         takes_cache = any(name in inspect.signature(module.forward).parameters for name in CACHES)
-        if not is_cached and takes_cache and any(mask.function is causal_mask_function for mask in self._masks(module)):
+        if not is_cached and takes_cache and part.hides_later:
             return "its mask is causal and the module does not say so (is_causal), so that no cache holds its state"
         return None
 

@@ -287,8 +287,7 @@ def recorded(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> tuple[list
 
 
 def _check_rebuilt(model: PreTrainedModel, output: Tensor, rebuilt: Tensor, padding: Tensor | None) -> None:
-    """Refuse a recording that does not explain the model; padded positions carry no meaning and are left out."""
-    # Of entire texts, as classifiers', none are.
+    """Refuse a recording that does not explain the model; padded positions, where it has any, are left out."""
     if padding is not None and output.shape[: padding.ndim] == padding.shape:
         output, rebuilt = output[padding.bool()], rebuilt[padding.bool()]
     difference = float((rebuilt.double() - output.double()).norm() / output.double().norm())

@@ -96,9 +96,7 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
                 shapes that do not fit.
         """
         if input_ids is None or inputs_embeds is not None or output_attentions:
-            raise ValueError(
-                "a LinearLM takes input_ids alone and returns no weights; leave out inputs_embeds and output_attentions"
-            )
+            raise ValueError("a LinearLM takes input_ids alone; leave out inputs_embeds and output_attentions")
         cache = past_key_values
         if cache is not None and not isinstance(cache, StreamCache):
             raise TypeError(

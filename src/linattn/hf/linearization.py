@@ -300,7 +300,7 @@ def try_out(part: AttentionModule, attention: LayerAttention, label: str) -> Non
             f"{part.name} (layer {part.number}) asks for {SINKS}, and {label} has no positive normaliser that they "
             "could share; give another map, as FavorPlus"
         )
-    is_ordered = part.is_causal or part.reads_another_text
+    is_ordered = part.is_causal or part.reads_another_text or part.hides_later
     try:
         with torch.no_grad():
             # One query and one key: causality hides nothing, and refuses maps that would learn from later queries.

@@ -120,14 +120,13 @@ def _check(model: PreTrainedModel, prompt: Tensor, temperature: float, top_p: fl
     if model.training:
         raise ValueError(f"{type(model).__name__} is in training mode; call model.eval() first")
     kind = type(inner_model(model))
-    if model.config.is_encoder_decoder or not model.can_generate():
+    # A model may swallow keywords that it does not know, and read each token without those before.
+    swallows = "past_key_values" not in inspect.signature(kind.forward).parameters
+    if swallows or model.config.is_encoder_decoder or not model.can_generate():
         raise ValueError(
-            f"{kind.__name__} does not go on with a text from its tokens alone; give a causal language model, "
-            "or call generate of a model that reads another text first"
+            f"{kind.__name__} does not go on with a text from its tokens alone; give a causal language model that "
+            "takes past_key_values, or call generate of one that reads another text first or has another cache"
         )
-    # Keywords that it does not know it may swallow, and read each token without those before.
-    if "past_key_values" not in inspect.signature(kind.forward).parameters:
-        raise ValueError(f"{kind.__name__} takes no past_key_values, which hold the text so far; call its generate")
     if prompt.ndim != 2 or not prompt.numel():
         raise ValueError(f"prompt must be (B, L) with at least one token, got {tuple(prompt.shape)}")
     if temperature != 0 and not _LEAST <= temperature <= _MOST:

@@ -38,10 +38,9 @@ def is_compiled(
     backend: str, cap: float | None, query: Tensor, tokens: Tokens, *others: Tensor, config: MergedKV | None = None
 ) -> bool:
     """Whether compiled code runs a call, on a stream if it has a config: where it can, and is asked for or faster."""
-    if query.shape[3] == 0 < tokens.key.shape[2]:  # A run of tokens without a query: nothing is read.
-        return False
     has_codes = config is not None and is_coded(config)
-    if backend == "torch" or (backend == "auto" and not has_codes and not _is_faster(query)):
+    is_read = query.shape[3] > 0 or tokens.key.shape[2] == 0  # not by a run of tokens without a query
+    if backend == "torch" or not is_read or (backend == "auto" and not has_codes and not _is_faster(query)):
         return False
     reasons = objections_to((query, *tokens[:2]), is_followed=is_followed(query, *tokens, *others))
     if config is not None and config.num_sinks and not has_codes:

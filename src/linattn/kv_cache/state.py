@@ -100,8 +100,8 @@ class MergedState(Restored):
 
     def select(self, indices: Tensor) -> MergedState:
         """The rows `indices` (1-D integer tensor) of the batch, in that order, copied: beams, forks, compaction."""
-        check_indices(indices)
         self._check_whole()
+        indices = check_indices(indices, checked_sizes(self.keys).batch)
         if isinstance(self.keys, RowGroups):
             return MergedState(self.keys.select(indices)).known_to_fit(self._fits)
         return self._each(lambda x: x.index_select(0, indices))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from linattn.attention import State
+from linattn.softmax.checking import check_indices
 
 
 class KeptTokens(NamedTuple):
@@ -74,6 +75,7 @@ class Stream(NamedTuple):
 
     def select(self, indices: Tensor) -> Stream:
         """The rows `indices` (1-D integer tensor) of the batch, in that order, copied: beams, forks, compaction."""
+        indices = check_indices(indices, len(self.num_tokens))
         return Stream(self.kept.select(indices), self.num_tokens.index_select(0, indices))
 
     def detach(self) -> Stream:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from linattn.softmax.precision import accumulation_dtype
 from linattn.softmax.tokens import Tokens
+from linattn.softmax.tracing import has_values
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Qkv = tuple[Tensor, Tensor, Tensor]
@@ -174,8 +175,8 @@ def check_dense(**tensors: object) -> None:
             raise ValueError(f"{name} must be a dense tensor, got one of layout {x.layout}; give {name}.to_dense()")
 
 
-def check_indices(indices: Tensor, name: str = "indices") -> None:
-    """Refuse what is no list of numbers of rows."""
+def check_indices(indices: Tensor, number: int | None = None, name: str = "indices") -> Tensor:
+    """Numbers of rows in int64, what is no list of them, or of so many rows, refused."""
     if not isinstance(indices, Tensor):
         raise TypeError(f"{name} must be a 1-D integer tensor, got {type(indices).__name__}; write torch.tensor([…])")
     if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
@@ -183,6 +184,11 @@ def check_indices(indices: Tensor, name: str = "indices") -> None:
             f"{name} must be a 1-D integer tensor, got {indices.dtype} of shape {tuple(indices.shape)}; "
             "turn a mask into indices with mask.nonzero().squeeze(1)"
         )
+    # On another device a look would wait for it.
+    looked_at = indices.tolist() if number is not None and indices.is_cpu and has_values(indices) else []
+    if wrong := [row for row in looked_at if not 0 <= row < (number or 0)]:
+        raise IndexError(f"{name} must lie in [0, {number}), the rows, got {wrong[0]}; give numbers of rows")
+    return indices.long()
 
 
 def check_soft_cap(soft_cap: float | None) -> float | None:
