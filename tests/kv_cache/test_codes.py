@@ -249,7 +249,7 @@ def test_what_cannot_be_is_refused() -> None:
         ("sinks 4 in 4 bits + merged 8", "only tiers and merged keys are quantized; leave the bits out"),
         ("window 4 + merged 8 in 9 bits", "bits must be from 2 to 8"),
         ("window 4 + merged 8 in 4/4/4 bits", "is no part of merged keys"),
-        ("window 4 + merged 8 in 3..5 bits", "bits must be from 2 to 8"),
+        ("window 4 + merged 8 in 3..5 bits", "'merged 8 in 3..5 bits' is no part of merged keys"),
     ):
         with pytest.raises(ValueError, match=words):
             MergedKV.parse(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
@@ -19,7 +18,8 @@ _MOST = 2**31
 _SPARE = 16
 _SINKS, _WINDOW, _MERGED = "sinks", "window", "merged"
 _WORDS = (_SINKS, _WINDOW, _MERGED)
-_BITS = r"([0-9.]+)(?:\s*/\s*([0-9.]+))?"
+_NUMBER = r"([0-9]+\.?[0-9]*)"
+_BITS = rf"{_NUMBER}(?:\s*/\s*{_NUMBER})?"
 _PART = re.compile(rf"(?:([a-z]+)\s+)?(0|[1-9][0-9]*)(?:\s+in\s+{_BITS}\s+bits)?", re.IGNORECASE)
 BITS = tuple(half / 2 for half in range(4, 17))
 """Bits that numbers may be quantized to, in the mean of a row: from 2 to 8 in halves."""
@@ -203,7 +203,7 @@ class MergedKV:
             name = "" if match is None or match[1] is None else match[1].lower()
             if match is None or (name not in _WORDS if name else match[3] is None):
                 raise _no_part(part.strip())
-            both = [_number(x) for x in match.groups()[2:] if x is not None]
+            both = [float(x) for x in match.groups()[2:] if x is not None]
             in_bits = None if not both else both[0] if len(both) == 1 else (both[0], both[1])
             if not name and in_bits is not None:
                 coded.append((int(match[2]), in_bits))
@@ -338,14 +338,6 @@ def _checked_tiers(tiers: object) -> tuple[tuple[int, Bits], ...]:
             )
         checked.append((number, checked_bits(bits)))
     return tuple((number, bits) for number, bits in checked if bits is not None)
-
-
-def _number(text: str) -> float:
-    """A written number; no number for what is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def _no_part(part: str) -> ValueError:
