@@ -25,8 +25,7 @@ class ConvertConfig:
         min_tokens: the shortest, from 1 to `num_tokens`; None for a quarter of that. A method that is exact up to some
             length learns from longer texts alone.
         minutes: wall-clock time of training, the audits before and after not included; 0 to calibrate only.
-        distil: whether the weights of the whole model are trained to give the model's outputs. Without it only the maps
-            learn, where they can.
+        distil: whether the weights of the whole model are trained to give the model's outputs. Else only maps learn.
         adapter_rank: rank of low-rank adapters of the model's projections from the first converted layer on, which are
             trained in place of all weights and then added to these: for models beside which their gradients and moments
             do not fit. None for all weights.

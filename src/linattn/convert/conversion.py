@@ -81,8 +81,7 @@ def convert_(
         >>> [stage.name for stage in made.stages]
         ['uniform', 'unconverted', 'calibrated']
 
-    Source: Kasai et al. 2021 (arXiv 2103.13076) for swapping and training on; Zhang et al. 2024 (arXiv 2402.04347) for
-        attention transfer.
+    Source: Kasai et al. 2021 (arXiv 2103.13076), swapping and training on; Zhang et al. 2024 (2402.04347), transfer.
     """
     model, methods = unwrapped(model), config.methods
     _check(model, config, methods)

@@ -40,8 +40,7 @@ class Conversion:
         num_held_out: texts behind every figure.
         num_held_out_tokens: their tokens.
         stopped: whether an interrupt ended it early.
-        kept: name of the stage that the model was left at, the best of them (`linattn.convert.stages.best`); empty for
-            the last.
+        kept: name of the stage that the model was left at, the best (`linattn.convert.stages.best`); empty: the last.
         speed: its time beside the original's; None where it was not measured. Of no account in comparisons.
         paying: what its first converted layer keeps; None where it was not counted. Of no account in comparisons.
     """

@@ -53,8 +53,7 @@ class Agreement:
     Attributes:
         embedding_cosine: cosine of the mean over tokens of the last states, mean over texts; 1 is exact.
         token_cosine: cosine of a token's last state, mean over tokens; 1 is exact.
-        rank_correlation: Spearman's, of the similarities between the texts' mean states; 1 is exact, None below three
-            texts.
+        rank_correlation: Spearman's, of the similarities between texts' mean states; 1 is exact, None below three.
         divergence: KL divergence of the predicted token from the original model's, in nats, mean over tokens; 0 is
             exact, None for a model without predictions.
         perplexity: exp of the mean loss of the next token; None for a model that does not predict it.

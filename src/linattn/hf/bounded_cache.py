@@ -82,12 +82,10 @@ class BoundedCache(TextCache):
     holds two states, and queries, keys and values of a call's last 256 tokens, or of two wider windows, besides. An
     encoder-decoder takes it for its self-attention: `EncoderDecoderStates(BoundedCache(model), DynamicCache())`.
 
-    Cost: three forward passes of a few tokens for the first cache of a model. A step takes O(window + num_merged) per
-    head in place of O(n).
+    Cost: three forward passes of a few tokens for the first cache of a model. A step takes O(window + num_merged).
 
     Args:
-        model: a causal transformers model whose layers use AttentionInterface; of a compiled or PEFT one
-            the model within.
+        model: a causal transformers model whose layers use AttentionInterface, or a compiled or PEFT one around it.
         budget: in exact keys and values, per layer and key/value head.
         bits: of merged keys and values, 2 to 8 in halves, or two of these, of keys and of values; of the tokens that
             are not merged yet the newest have 2 more, 8 at most, and the next as many. None for 32 and no tiers.

@@ -37,8 +37,7 @@ class LinearLMConfig(PreTrainedConfig):
         num_key_value_heads: Hkv; H if None.
         head_dim: D; E / H if None.
         intermediate_size: width inside the MLPs; 8/3·E if None.
-        pattern: one letter for each block, "l" linear and "s" softmax, begun again at its end: "llls" is softmax in
-            every fourth.
+        pattern: one letter for each block, "l" linear and "s" softmax, begun again at its end, as "llls".
         method: the map of linear blocks, and what is exact beside it: "FavorPlus", "LearnedExponential + window 64".
         num_features: R, for maps whose number of features is free.
         positions: "Rotary", or another of `linattn.positions`, with options: "Rotary(base=500000.0)". None for none.
@@ -54,8 +53,7 @@ class LinearLMConfig(PreTrainedConfig):
         use_cache: whether a call outside training returns the streams after it.
 
     Raises:
-        ValueError: the pattern is not of these letters, or no block has the gate; a written form is none, or its
-            options do not fit.
+        ValueError: the pattern is not of these letters, or no block has the gate; a written form is none or unfit.
 
     Example:
         >>> config = LinearLMConfig(num_hidden_layers=4, pattern="llls", gate="ForgetGate")

@@ -83,8 +83,7 @@ def linearize_(
     its tensors are in `state_dict`. Padding, causality, grouped heads and caches work as before; `generate` keeps a
     `StateCache`, constant in the number of tokens. The model computes something else from now on, without training:
     `linattn audit` says beforehand by how much it differs. Merged keys (`linattn.MergedKV`) take the softmax's place
-    in layers without causality; to bound a decoder's KV cache, leave the model as it is and give `generate` a
-    `BoundedCache`.
+    in layers without causality; to bound a decoder's KV cache, give `generate` a `BoundedCache`.
 
     Passes of a few tokens first show what each layer asks its attention for. A layer keeps its softmax, and the report
     says why, where φ(q)·φ(k) cannot express that: position biases, masks of pairs that the model makes itself, keys

@@ -79,8 +79,7 @@ def from_pretrained(folder: str | os.PathLike[str]) -> PreTrainedModel:
     Cost: reading the weights, and building the maps.
 
     Raises:
-        FileNotFoundError: if linattn.json is missing (the folder holds no linearized model), or linattn.safetensors, or
-            the weights.
+        FileNotFoundError: if linattn.json is missing (the folder has no linearized model), its tensors or the weights.
         ValueError: if linattn.json is no JSON, of another format version, or does not agree with the weights, with
             linattn.safetensors or with the model that transformers builds; a file asks for what no folder written here
             does: code of a hub, files elsewhere, sizes beyond any model's; or it holds a decoder with merged keys: a

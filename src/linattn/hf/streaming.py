@@ -215,8 +215,7 @@ def load_language_model(name_or_folder: str | os.PathLike[str]) -> LoadedModel:
         name_or_folder: as in `load`; or a folder that `linattn.hf.save_pretrained` wrote, whose model is linearized.
 
     Raises:
-        ValueError: if the model is no causal language model, or a linearized folder holds no tokenizer; as `load` and
-            `from_pretrained`.
+        ValueError: if the model is no causal language model, or a linearized folder has no tokenizer; as `load`.
 
     Example:
         >>> import tempfile

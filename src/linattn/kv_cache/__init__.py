@@ -4,8 +4,7 @@ q, k, v -> `functional` checks -> `stream` or `bidirectional` (every key in view
 biases -> softmax over these and the exact ones. A stream goes block by block (`stream`): keys that leave the window
 join a `memory`: the first stay exact, others pass through each tier, and are merged (`merging`) by what a sample of
 the queries attends to (`query_sample`, `partitioning`). A tier keeps numbers or `coded_tokens`: `codes` of `levels`,
-relative to `frames`. With every key in view, `window` takes exact keys out of their clusters again. `compiled` is both
-in compiled code.
+relative to `frames`. With every key in view, `window` takes exact keys out of clusters; `compiled` has both in C.
 
 Letters: B batch, H key/value heads, G query heads per key/value head, L tokens, D head width, Dv value width, w tokens
 of the window, b of a block, C merged keys.

@@ -84,8 +84,7 @@ class MergedKV:
     whole blocks, and comes when there are none. On a CPU, 768 keys and more in few bits are compared along the
     max(16, (D + Dv)/8) principal axes of keys and values.
 
-    The first tokens of a stream stay exact and are never merged: attention sinks, whose keys and values are far from
-    all others.
+    The first tokens of a stream stay exact and are never merged: attention sinks, far from all others.
 
     Quantized to few bits a stream keeps more merged keys in the same memory. Numbers are rounded, relative to the mean
     and the deviation of their coordinate and in a basis in which none is far from the others, to the 2^b levels of
@@ -243,8 +242,7 @@ class MergedKV:
             num_groups: query heads of a key/value head, whose sampled queries are counted.
             bits: of merged keys and values; of the tokens before them the newest have 2 more, 8 at most, and the next
                 as many. None for 32 and no tiers.
-            recall: "near" for the least KL divergence; "middle" for more tokens one by one, in 4 bits; "far" for the
-                most, in 3 bits.
+            recall: "near" for the least KL divergence; "middle" for more tokens one by one; "far" for the most.
 
         Raises:
             ValueError: if the budget is out of range, or leaves no room beside the sampled queries; another
@@ -296,10 +294,8 @@ class MergedKV:
             )
         if self.window is not None and (num_keys < num_queries if is_causal else num_keys != num_queries):
             wanted = "no more queries than keys" if is_causal else "as many queries as keys"
-            raise ValueError(
-                f"a window needs {wanted}, got {num_queries} queries and {num_keys} keys; leave it out where positions "
-                "do not correspond"
-            )
+            got = f"{num_queries} queries and {num_keys} keys"
+            raise ValueError(f"a window needs {wanted}, got {got}; leave it out where positions do not correspond")
 
 
 def begins_merged(text: str) -> bool:

@@ -57,15 +57,13 @@ def merged_attention(
 
     Args:
         query: (B, H, Lq, D), float16, bfloat16, float32 or float64, any strides. All three share one dtype; under
-            autocast they may differ, and are taken in the widest. The temperature is D**-0.5: scale the queries for
-            another one.
+            autocast they may differ, and are taken in the widest. The temperature is D**-0.5: scale queries for others.
         key: (B, H, Lk, D), or (B, Hkv, Lk, D) with `enable_gqa`.
         value: (B, H, Lk, Dv), or (B, Hkv, Lk, Dv) with `enable_gqa`.
         config: the window, the number of merged keys, and their bits.
         key_mask: (B, Lk) bool, True = attend. A masked key contributes nothing, whatever it holds, and takes part in no
             choice, forward and backward.
-        key_bias: (B, Hkv or 1, Lk), floating: the logarithm of a factor on each key's weight; -inf is a masked key.
-            Differentiable.
+        key_bias: (B, Hkv or 1, Lk), floating: the logarithm, differentiable, of a factor on a key's weight; -inf masks it.
         is_causal: query i sees keys j ≤ i + Lk - Lq: aligned bottom-right. SDPA's flag aligns top-left.
         enable_gqa: groups of H / Hkv consecutive query heads share a key/value head; one cache per key/value head.
         soft_cap: c > 0, which bounds logits softly before biases and masks are added, as Gemma 2 does; None for none.
@@ -163,8 +161,7 @@ def merged_attention_with_state(
         Attended(out, state): (B, H, Lq, Dv) in the query's dtype, and a new `MergedState`.
 
     Raises:
-        TypeError, ValueError: as `merged_attention`; `state` is no MergedState, or was built for other shapes or with
-            another config.
+        TypeError, ValueError: as `merged_attention`; `state` is no MergedState, or of other shapes or another config.
 
     Example:
         >>> import torch

@@ -125,8 +125,7 @@ def launched() -> Iterator[Processes]:
 
     A launcher says so by WORLD_SIZE and RANK in the environment; without it there is one process and no group. A
     process that ends by force breaks its connections: the others' collectives fail at once, and torchrun names it. For
-    one that is stopped, as by a signal or with its machine, they wait 10 minutes. At the end of the block all wait for
-    each other.
+    one that is stopped, as by a signal or with its machine, they wait 10 minutes. At its end all wait.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes(0, 1)
