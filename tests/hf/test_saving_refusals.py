@@ -292,6 +292,6 @@ def test_links_are_followed_and_the_working_directory_stays(model, tmp_path, mon
         assert (tmp_path / target / "linattn.json").is_file()
         assert (tmp_path / name).is_symlink()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(FileExistsError, match="is the working directory"):
+    with pytest.raises(FileExistsError, match="holds the working directory"):
         save_pretrained(model, ".")
     assert not list((tmp_path / "here").iterdir())
