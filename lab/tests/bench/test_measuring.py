@@ -42,6 +42,13 @@ def test_rows_are_complete_and_verified(map_, dtype, is_causal):
         assert (row.linear_memory, row.exact_memory) == (None, None)
 
 
+def test_stages_that_are_left_out_are_not_announced():
+    stages: list[str] = []
+    list(Bench(replace(SMALL, memory=False)).rows([], stages.append))
+    assert any(stage.endswith(": timing") for stage in stages)
+    assert not any(stage.endswith(": memory") for stage in stages)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
     ("method", "features"),

@@ -93,7 +93,8 @@ class Bench:
         errors = verify(settings, inputs, built)
         announce(f"L = {length:,}: timing")
         found = self._time(inputs, built, with_exact=not left_out)
-        announce(f"L = {length:,}: memory")
+        if memory.can_measure(settings):
+            announce(f"L = {length:,}: memory")
         return LengthRow(
             length=length,
             error=errors.error,
