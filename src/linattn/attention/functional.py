@@ -60,10 +60,10 @@ def linear_attention(
             blocks of w; a query sees its own block and both neighbours exactly, causally its own up to itself and the
             one before. O(L·3·w·(D + Dv)) time more, and without causality the map's part twice. None for no window.
         backend: "blocked" (plain torch, linear, on any device), "compiled" (on a CPU and without gradients causal
-            calls of one token of maps such as `FavorPlus`; from linattn-compiled), "triton" (experimental fused kernels
-            on a CUDA GPU, not for float64 nor `Expansion`; from linattn-triton), "reference" (quadratic, for checking)
-            or "auto", which takes "compiled" where it can run the call and is faster, else "blocked". A named backend
-            runs or raises.
+            calls of one token, without a window, of maps such as `FavorPlus`; from linattn-compiled), "triton"
+            (experimental fused kernels on a CUDA GPU, not for float64 nor `Expansion`; from linattn-triton),
+            "reference" (quadratic, for checking) or "auto", which takes "compiled" where it can run the call and is
+            faster, else "blocked". A named backend runs or raises.
         attn_mask, dropout_p: SDPA's; another value than its default is refused, with what to give in its place.
 
     Returns:
@@ -204,7 +204,8 @@ def linear_partial_with_state(
 
         log_normalizer_t = log φ(q_t)ᵀz_t
 
-    Cost, arguments and errors are those of `linear_attention_with_state`.
+    Of rows that see the state alone, in a call whose tokens outweigh it by more than e^4096 (float32), it is that of a
+    state as far below them. Cost, arguments and errors are those of `linear_attention_with_state`.
 
     Returns:
         AttendedPartial(partial, state): `linear_partial`'s result of the queries, and a new State.

@@ -82,7 +82,7 @@ class BoundedCache(TextCache):
     holds two states, and queries, keys and values of a call's last 256 tokens, or of two wider windows, besides. An
     encoder-decoder takes it for its self-attention: `EncoderDecoderStates(BoundedCache(model), DynamicCache())`.
 
-    Cost: three forward passes of a few tokens for the first cache of a model. A step takes O(window + num_merged).
+    Cost: three passes of a few tokens for the first cache of a model. A step takes O(window + num_merged) per head.
 
     Args:
         model: a causal transformers model whose layers use AttentionInterface, or a compiled or PEFT one around it.
