@@ -114,8 +114,16 @@ FAULTS = (
     Fault(
         "keep a factor apart from tokens that outweigh it",
         FAR,
-        "stays = (apart + peak >= newest) | (peak == -torch.inf)",
+        "stays = (apart + peak >= newest) | (apart == 0)",
         "stays = apart == apart",
+        FACTOR_LAWS,
+    ),
+    Fault(
+        "weigh tokens by a factor on no keys",
+        FAR,
+        "apart = torch.where(peak == -torch.inf, 0, apart)  # A factor on no keys is none.\n"
+        "    stays = (apart + peak >= newest) | (apart == 0)",
+        "stays = (apart + peak >= newest) | (peak == -torch.inf)",
         FACTOR_LAWS,
     ),
     Fault(

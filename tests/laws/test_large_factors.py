@@ -110,6 +110,25 @@ def test_minus_infinity_leaves_the_empty_state(name: str) -> None:
         assert all(torch.equal(x, y) for x, y in zip(state.decay(-math.inf).sums, empty.sums, strict=True))
 
 
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_factor_on_no_keys_is_none(name: str, factor: float) -> None:
+    """Of a stream that padding alone has entered; in a batch, one row's, beside another that holds keys."""
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    mask[0] = False
+    feature_map, window = STREAMS[name]
+    given = tokens(5, 3, 2)
+    state = linattn.linear_attention_with_state(*given, feature_map, key_mask=mask, window=window).state
+    decayed = state.decay(torch.tensor([[factor], [0.0]]))
+    later = tokens(9, 1, 2)
+    bias = torch.randn(2, 2, 9, generator=torch.Generator().manual_seed(4))
+    options = {"key_bias": bias, "window": window}
+    found, wanted = (linattn.linear_attention_with_state(*later, feature_map, x, **options) for x in (decayed, state))
+    torch.testing.assert_close(found.out, wanted.out, **ROUNDING)
+    logs = (x.state.read(feature_map, later[0]).log_normalizer for x in (found, wanted))
+    torch.testing.assert_close(*logs, **ROUNDING)
+
+
 @pytest.mark.parametrize("name", STREAMS)
 def test_factors_add_up(name: str) -> None:
     state, (feature_map, _) = stream(name), STREAMS[name]

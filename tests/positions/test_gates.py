@@ -131,6 +131,18 @@ def test_any_cut_gives_the_same(map_name: str, window: int | None) -> None:
         assert all(relative_error(*pair) < 1e-7 for pair in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_a_gate_of_0_is_exact_where_nothing_was_before(window: int | None) -> None:
+    """At a row's first token, after padding: float32 keeps all of its digits."""
+    q, k, v = qkv(num_queries=LENGTH, num_keys=LENGTH, dtype=torch.float32)
+    feature_map, given, options = build("FavorPlus"), gates(2, 2, LENGTH), {"enable_gqa": True, "window": window}
+    given.log_forget[..., 0] = -torch.inf
+    padding = torch.zeros(2, LENGTH, dtype=torch.bool)
+    state = linattn.linear_attention_with_state(q, k, v, feature_map, key_mask=padding, **options).state
+    found, wanted = (gated_attention_with_state(q, k, v, feature_map, given, x, **options).out for x in (state, None))
+    torch.testing.assert_close(found, wanted, rtol=2**-17, atol=2**-17)
+
+
 def forgetful(kind: str, length: int) -> Gates:
     """Gates whose logarithms sum to about -10⁶, in even steps, in few leaps, or in one."""
     generator = torch.Generator().manual_seed(3)

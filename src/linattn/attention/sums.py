@@ -103,7 +103,8 @@ def relative_to(state: State, bias: Tensor | None, length: int) -> tuple[State, 
     # It stays apart where the state's keys weigh at least as much as each token. Elsewhere exponents take it, as far as
     # rows that see the state alone keep their digits: keys fainter still weigh nothing beside a token.
     peak = _peak(state)
-    stays = (apart + peak >= newest) | (peak == -torch.inf)
+    apart = torch.where(peak == -torch.inf, 0, apart)  # A factor on no keys is none.
+    stays = (apart + peak >= newest) | (apart == 0)
     least = newest - peak - _FAINT / torch.finfo(state.m.dtype).eps
     near = replace(state, apart=torch.where(stays, apart, torch.maximum(apart, least)))
     apart = torch.where(stays, apart, 0)
