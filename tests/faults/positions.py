@@ -7,6 +7,7 @@ from faults.fault import Fault
 ROOM = "positions/"
 ENCODINGS, ROTARY = (f"tests/positions/test_{name}.py" for name in ("encodings", "rotary"))
 GATES, RELATIVE = "tests/positions/test_gates.py", "tests/positions/test_relative_bias.py"
+AGAIN = "tests/positions/test_relative_bias_gradients.py"
 FIXED, FORGET = "tests/positions/test_fixed_decay.py", "tests/positions/test_forget_gate.py"
 
 FAULTS = (
@@ -101,6 +102,15 @@ FAULTS = (
         "2.0 ** (-8 * h / lower)",
         FIXED,
     ),
+    Fault(
+        "compute other features for gradients",
+        ROOM + "relative_bias.py",
+        "if out.requires_grad and not is_traced(out):",
+        "if False:",
+        AGAIN,
+    ),
+    Fault("read tokens that were written over", ROOM + "relative_bias.py", "copy=True", "copy=False", AGAIN),
+    Fault("transform nothing", ROOM + "relative_bias.py", "if not value.numel():", "if False:", AGAIN),
     Fault(
         "turn distances around",
         ROOM + "relative_bias.py",

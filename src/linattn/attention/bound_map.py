@@ -1,6 +1,6 @@
 """A feature map with the tensors it uses in one call; letters as in attention/__init__.py."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -54,6 +54,15 @@ def bind(
             call = feature_map.call_tensors(query, key, key_mask=key_mask, is_causal=is_causal)
     followed = {name: tensor for name, tensor in named_tensors(feature_map) if _is_followed(tensor)}
     return BoundMap(feature_map, followed | dict(call)), query, key
+
+
+def check_unchanged(feature_map: FeatureMap, of_forward: str, followed: Collection[str] = ()) -> None:
+    """Refuse a backward pass of another map than the forward pass had; of the followed tensors autograd notices."""
+    if (now := feature_map.fingerprint(followed)) != of_forward:
+        raise RuntimeError(
+            f"the feature map was {of_forward} in the forward pass and is {now} now: features are recomputed for "
+            "gradients; redraw or fit after backward(), not before"
+        )
 
 
 def _is_followed(tensor: Tensor) -> bool:

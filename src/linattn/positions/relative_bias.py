@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from linattn.attention._check import checked_for
-from linattn.attention.bound_map import BoundMap, bind
+from linattn.attention.bound_map import BoundMap, bind, check_unchanged
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.softmax.attention import inert
 from linattn.softmax.checking import DTYPES, check_dtype
@@ -92,8 +92,8 @@ def relative_bias_attention(
             "are the last tokens of the keys' sequence"
         )
     table = _checked_bias(bias, query, key, is_causal=is_causal)
-    if not key.shape[2]:
-        return value.new_zeros(*query.shape[:3], value.shape[3])
+    if not value.numel():  # Libraries of transforms refuse to make none.
+        return (query.sum() + key.sum() + value.sum() + table.sum()) * value.new_zeros(*query.shape[:3], value.shape[3])
     bound, query, key = bind(feature_map, query, key, key_mask, is_causal=is_causal)
     with outside_autocast(query.device):
         tokens = _on_a_grid(query, key, value, key_mask, is_causal=is_causal)
@@ -103,23 +103,28 @@ def relative_bias_attention(
         out = torch.where(dead.unsqueeze(-1), 0, num / torch.where(dead, 1, den).unsqueeze(-1))
         if lost is not None:
             out = out.masked_fill(lost.unsqueeze(-1), torch.nan)
+        if out.requires_grad and not is_traced(out):
+            of_now = bound.swapped.fingerprint()
+            out.register_hook(lambda _: check_unchanged(bound.swapped, of_now))
     return out.flatten(1, 2).to(value.dtype)
 
 
 def _on_a_grid(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tokens:
     """The tokens in float64, attended keys moved together; where each query stands among them."""
-    grouped = query.unflatten(1, (key.shape[1], -1)).double()
+    # Copies, which backward reads once more: tokens may be written over by then.
+    query, key = (x.to(torch.float64, copy=True) for x in (query, key))
+    grouped = query.unflatten(1, (key.shape[1], -1))
     batch, length, num_queries = key.shape[0], key.shape[2], query.shape[2]
     if key_mask is None:
         sees = torch.ones(1, 1, 1, dtype=torch.bool, device=key.device)
-        return Tokens(grouped, key.double(), value.double(), None, None, sees)
+        return Tokens(grouped, key, value.double(), None, None, sees)
     dead = torch.where(key_mask, 0.0, -torch.inf).unsqueeze(1)
     order = (~key_mask).to(torch.int8).argsort(dim=1, stable=True)[:, None, :, None]
     key, value = (x.gather(2, order.expand(batch, x.shape[1], -1, x.shape[3])) for x in inert(dead, key, value))
     at = key_mask.cumsum(1)[:, length - num_queries :] - 1
     sees = at >= 0 if is_causal else key_mask.any(1, keepdim=True)
     alive = key_mask.gather(1, order[:, 0, :, 0])
-    return Tokens(grouped, key.double(), value.double(), alive, at.clamp(min=0), sees.unsqueeze(1))
+    return Tokens(grouped, key, value.double(), alive, at.clamp(min=0), sees.unsqueeze(1))
 
 
 def _lost_rows(den: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from linattn.attention.backends.backend import lifted, lifts
 from linattn.attention.backends.blocked.records import Gradients, Saved
-from linattn.attention.bound_map import BoundMap, with_swapped_tensors
+from linattn.attention.bound_map import BoundMap, check_unchanged, with_swapped_tensors
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.softmax.precision import outside_autocast, small_power
 from linattn.softmax.tracing import is_followed, is_traced
@@ -151,7 +151,6 @@ class _Forward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Keep inputs and outputs."""
         ctx.task, *rest = inputs
-        # Autograd itself notices a change of the followed tensors, which are saved.
         ctx.fingerprint = ctx.task.feature_map.fingerprint(ctx.task.names)
         fold, count = ctx.task.fold, len(rest) - len(ctx.task.names)
         ctx.mark_non_differentiable(*fold.constants(ctx.task.feature_map, output))
@@ -161,12 +160,7 @@ class _Forward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Gradients in the order of the arguments."""
         task, fold = ctx.task, ctx.task.fold
-        now = task.feature_map.fingerprint(task.names)
-        if now != ctx.fingerprint:
-            raise RuntimeError(
-                f"the feature map was {ctx.fingerprint} in the forward pass and is {now} now: features are recomputed "
-                "for gradients; redraw or fit after backward(), not before"
-            )
+        check_unchanged(task.feature_map, ctx.fingerprint, task.names)
         # One argument stands before the inputs, of which the biases are the last.
         bias_grad = "bias" in fold.inputs._fields and ctx.needs_input_grad[len(fold.inputs._fields)]
         gradients = _Backward.apply(task, bias_grad, *grads, *ctx.saved_tensors)
