@@ -89,6 +89,13 @@ FAULTS = (
         GATES,
     ),
     Fault(
+        "refuse a softmax layer's gates of 0",
+        ROOM + "gates.py",
+        "log_forget.detach().clamp(min=_LOWEST).abs()",
+        "log_forget.detach().abs()",
+        "tests/nn/test_layers.py",
+    ),
+    Fault(
         "let autocast narrow the gates",
         ROOM + "gates.py",
         "    with outside_autocast(x.device):\n",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import linattn
 from layers import BIDIRECTIONAL, HEAD_DIM, HEADS, LAYERS, PADDABLE, WIDTH, WITHOUT_ORDER, linear, softmax, tokens
 from linattn.feature_maps import EluPlusOne, FavorPlus, Taylor
-from linattn.nn import KeptTokens, LinearAttention
-from linattn.positions import FixedDecay, ForgetGate, LearnedCodes, Rotary
+from linattn.nn import Attention, KeptTokens, LinearAttention
+from linattn.positions import FixedDecay, ForgetGate, Gate, Gates, LearnedCodes, Rotary
 
 # float64: some tens of roundings of numbers around 1.
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -117,6 +119,29 @@ def test_masks_come_and_go_within_a_stream() -> None:
         mask = torch.ones(2, 6, dtype=torch.bool)
         mask[:, 2:4] = some
         torch.testing.assert_close(third.out, layer(x, key_mask=mask)[:, 4:], **CLOSE)
+
+
+class Reset(Gate):
+    """Forget everything before every fourth token, by gates of exactly 0."""
+
+    num_heads = 2
+
+    def forward(self, x: Tensor) -> Gates:
+        """Of whole sequences."""
+        begins = torch.arange(x.shape[1]) % 4 == 0
+        return Gates(torch.where(begins, -torch.inf, 0.0).expand(len(x), 2, -1))
+
+
+@pytest.mark.parametrize("make", [lambda **o: linear(EluPlusOne(HEAD_DIM), **o), softmax], ids=["linear", "softmax"])
+def test_a_gate_of_0_begins_a_sequence(make: Callable[..., Attention]) -> None:
+    torch.manual_seed(0)
+    layer, x = make(gate=Reset(), is_causal=True), tokens(2, 12)
+    plain = make(is_causal=True)
+    plain.load_state_dict(layer.state_dict())
+    wanted = torch.cat([plain(part) for part in x.split(4, 1)], 1)
+    torch.testing.assert_close(layer(x), wanted, **CLOSE)
+    first = layer.forward_with_state(x[:, :4])
+    torch.testing.assert_close(layer.forward_with_state(x[:, 4:], first.state).out, wanted[:, 4:], **CLOSE)
 
 
 @pytest.mark.parametrize("kind", ["gated", "gated-window", "softmax-gated"])
