@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import linattn
 from layers import tokens
@@ -38,6 +39,15 @@ def test_joint_weights_are_taken_over(bias: bool) -> None:
     torch.testing.assert_close(layer(x), by_hand(mha, mha.in_proj_weight.chunk(3), favor, x, x), rtol=1e-12, atol=1e-12)
     assert not layer.training
     assert layer.q_proj.weight.data_ptr() != mha.in_proj_weight.data_ptr()
+
+
+def test_weights_that_are_made_at_each_look_are_taken_over() -> None:
+    """As by a parametrisation, for which torch takes the parameters away, or by pruning."""
+    mha, x, favor = multihead().eval(), tokens(2, 6), FavorPlus(4, 8)
+    prune.l1_unstructured(mha, "in_proj_weight", 0.5)
+    nn.utils.parametrizations.weight_norm(mha, "in_proj_bias", dim=None)
+    layer = LinearAttention.from_multihead_attention(mha, favor)
+    torch.testing.assert_close(layer(x), by_hand(mha, mha.in_proj_weight.chunk(3), favor, x, x), rtol=1e-12, atol=1e-12)
 
 
 def test_separate_weights_of_a_memory_are_taken_over() -> None:

@@ -148,7 +148,7 @@ class LinearAttention(Attention):
             raise ValueError(
                 "mha takes (L, B, E), this layer (B, L, E); say batch_first=True, and transpose what you give the layer"
             )
-        joint, bias = (mha._parameters[name] for name in ("in_proj_weight", "in_proj_bias"))
+        joint, bias = (getattr(mha, name) for name in ("in_proj_weight", "in_proj_bias"))
         apart, weight = (mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight), mha.out_proj.weight
         weights = (*(apart if joint is None else joint.chunk(3)), weight)
         made: Any = {"bias": bias is not None, "device": weight.device, "dtype": weight.dtype}
