@@ -8,8 +8,8 @@ from torch import Tensor
 
 import linattn
 from differences import check_gradients
-from grid import BACKENDS, CASES, CAUSAL_MAPS, MAPS, Case, Learned, build, qkv, relative_error, sums
-from linattn.feature_maps import Hedgehog, LearnedExponential
+from grid import BACKENDS, CASES, CAUSAL_MAPS, HEAD_DIM, MAPS, Case, Learned, build, qkv, relative_error, sums
+from linattn.feature_maps import FeatureMap, Hedgehog, LearnedExponential
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.backend == "blocked"], ids=str)
@@ -56,6 +56,29 @@ def test_gradcheck_of_a_maps_own_parameters(name: str, backend: str, is_causal: 
 
     inputs = tuple(parameter.detach().double().clone().requires_grad_() for parameter in feature_map.parameters())
     assert torch.autograd.gradcheck(attend, inputs)
+
+
+class Uniform(FeatureMap):
+    """φ(x) = 1, whatever x: attention that averages the values, as a baseline."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__(head_dim, num_features=1)
+
+    def query(self, x: Tensor) -> Tensor:
+        return torch.ones_like(x[..., :1])
+
+    def kernel(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.query(q.double()) @ self.query(k.double()).mT
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_features_that_no_token_reaches_have_gradient_0(is_causal: bool) -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(heads=2))
+    out = linattn.linear_attention(q, k, v, Uniform(HEAD_DIM), is_causal=is_causal)
+    of_query, of_key, of_value = torch.autograd.grad(out[:, :, -1].sum(), (q, k, v))
+    assert not of_query.any()
+    assert not of_key.any()
+    torch.testing.assert_close(of_value, torch.full_like(v, 1 / v.shape[2]), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("map_name", ["FavorPlus", "EluPlusOne", "Trigonometric", "Centred-Taylor"])

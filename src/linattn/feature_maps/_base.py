@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
@@ -304,8 +304,16 @@ def _pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) 
     """The gradient of a function's input, by autograd, with a graph of its own."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(function(leaf), leaf, grad, allow_unused=True, materialize_grads=True)
-    return gradient
+        return pulled([function(leaf)], (leaf,), [grad])[0]
+
+
+def pulled(outputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The leaves' gradients; outputs that no leaf reaches add nothing."""
+    live = [(x, grad) for x, grad in zip(outputs, grads, strict=True) if x.requires_grad]
+    if not live:
+        return tuple(torch.zeros_like(leaf) for leaf in leaves)
+    reached, live_grads = zip(*live, strict=True)
+    return torch.autograd.grad(reached, leaves, live_grads, allow_unused=True, materialize_grads=True)
 
 
 def has_number(x: Tensor) -> bool:

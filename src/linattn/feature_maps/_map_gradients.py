@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._base import FeatureMap
+from linattn.feature_maps._base import FeatureMap, pulled
 from linattn.softmax.precision import accumulation_dtype
 
 # Blocks whose gradients are to be found together: x (B, H, n, D), gradients (B, H, n, …) of what the map made of it,
@@ -72,12 +72,3 @@ class MapGradients:
         for total, grad in zip(self._totals, gradients[len(leaves) :], strict=True):
             total += grad
         return gradients[: len(leaves)]
-
-
-def pulled(outputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The leaves' gradients; outputs that no leaf reaches add nothing."""
-    live = [(x, grad) for x, grad in zip(outputs, grads, strict=True) if x.requires_grad]
-    if not live:
-        return tuple(torch.zeros_like(leaf) for leaf in leaves)
-    reached, live_grads = zip(*live, strict=True)
-    return torch.autograd.grad(reached, leaves, live_grads, allow_unused=True, materialize_grads=True)
