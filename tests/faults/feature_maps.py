@@ -83,6 +83,13 @@ FAULTS = (
         "tests/feature_maps/test_learned.py",
     ),
     Fault(
+        "tell a user's maps apart without their buffers",
+        "feature_maps/_base.py",
+        'return "".join([digest_of_weights(held), *digests] if held else digests)',
+        'return "".join(digests)',
+        "tests/feature_maps/test_own_buffers.py",
+    ),
+    Fault(
         "hold on to a trainable weight's digest",
         "feature_maps/_digest.py",
         "weight.requires_grad or ",

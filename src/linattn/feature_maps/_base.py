@@ -146,12 +146,12 @@ class FeatureMap(nn.Module, ABC):
         return self.num_features if self.exponential else 1
 
     def fingerprint(self, followed: Collection[str] = ()) -> str:
-        """A name that tells this map from every other one: its `repr`, and a digest of its parameters and random draws.
+        """A name that tells this map from every other one: its `repr`, and a digest of its parameters and buffers.
 
         A `State` keeps it and refuses a map with another one, so a step of an optimiser or other weights loaded end the
-        life of a state. Trainable parameters are read at each call, frozen ones (`requires_grad_(False)`) once, until
-        torch says that they were written to; writes through `.data` are not noticed. A compiled function keeps the
-        fingerprint that it was compiled with: compile after training.
+        life of a state. Trainable parameters are read at each call, frozen ones (`requires_grad_(False)`) and buffers
+        once, until torch says that they were written to; writes through `.data` are not noticed. A compiled function
+        keeps the fingerprint that it was compiled with: compile after training.
 
         Args:
             followed: names of parameters to leave out, which somebody else answers for.
@@ -171,8 +171,11 @@ class FeatureMap(nn.Module, ABC):
         return f"{said} with weights {digest}" if digest else said
 
     def draw_digest(self) -> str:
-        """A digest of the random tensors that `repr` names by their seed alone; "" for maps without any."""
-        return "".join(child.draw_digest() for child in self._modules.values() if isinstance(child, FeatureMap))
+        """A digest of buffers that `repr` does not name: draws, a user's own, masks; "" for maps without any."""
+        held = [] if isinstance(self, UncastBuffers) else [x for x in self._buffers.values() if x is not None]
+        held += [x for child in self.children() if not isinstance(child, FeatureMap) for x in child.buffers()]
+        digests = [child.draw_digest() for child in self.children() if isinstance(child, FeatureMap)]
+        return "".join([digest_of_weights(held), *digests] if held else digests)
 
     @abstractmethod
     def query(self, x: Tensor) -> Tensor:

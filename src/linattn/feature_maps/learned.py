@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from linattn.feature_maps._arguments import check_count, check_seed, temperature
 from linattn.feature_maps._base import FeatureMap, features
-from linattn.feature_maps._digest import digest
 from linattn.feature_maps._powers import add_multiplied_, as_powers, multiplied, squared_length
 from linattn.feature_maps._random_base import draw_projection
 from linattn.softmax.precision import LOG2_E
@@ -130,11 +129,6 @@ class LearnedMap(FeatureMap):
         super().__init__(head_dim, num_features)
         self.scale = temperature(scale, head_dim)
         self.num_heads = None if num_heads is None else check_count("num_heads", num_heads)
-
-    def draw_digest(self) -> str:
-        """A digest of the masks of pruned weights; "" where there are none."""
-        masks = [x for side in (self.of_query, self.of_key) for x in side._buffers.values() if x is not None]
-        return digest(*masks) if masks else ""
 
     def query(self, x: Tensor) -> Tensor:
         """Exponents of a query's features: (..., L, D) -> (..., L, R)."""
