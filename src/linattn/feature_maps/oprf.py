@@ -146,8 +146,12 @@ class Oprf(ExponentialEstimator, FittedMap):
             self.mean_square.fill_(math.nan if self._mean_square is None else self._mean_square)
         self._derive_from_buffers()
 
-    def _derive(self) -> None:
-        """The weights and the constant of φ for the current mean_square."""
+    def _derive_from_buffers(self) -> None:
+        """And what depends on mean_square: the constant of φ, and the weights."""
+        self._derived_from = self._versions()
+        if has_number(self.mean_square):
+            value = float(self.mean_square)
+            self._mean_square = None if math.isnan(value) else value
         if self._mean_square is not None:
             stretch = 1 - 4 * self.tilt
             if self.lengths == "chi":
@@ -155,13 +159,4 @@ class Oprf(ExponentialEstimator, FittedMap):
             else:
                 at = torch.tensor(stretch * self._mean_square, dtype=torch.float64, device="cpu")
                 self._log_constant = (self._mean_square / 2 - float(log_mean_exp(at, self.head_dim, "fixed"))) / 2
-        self._prepare()
-
-    def _derive_from_buffers(self) -> None:
-        """And what depends on mean_square."""
-        self._derived_from = self._versions()
-        if has_number(self.mean_square):
-            value = float(self.mean_square)
-            self._mean_square = None if math.isnan(value) else value
-        self._derive()
         super()._derive_from_buffers()

@@ -111,8 +111,7 @@ def relative_bias_attention(
 
 def _on_a_grid(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *, is_causal: bool) -> Tokens:
     """The tokens in float64, attended keys moved together; where each query stands among them."""
-    # Copies, which backward reads once more: tokens may be written over by then.
-    query, key = (x.to(torch.float64, copy=True) for x in (query, key))
+    query, key = (x.to(torch.float64, copy=True) for x in (query, key))  # Read in backward: others may be written over.
     grouped = query.unflatten(1, (key.shape[1], -1))
     batch, length, num_queries = key.shape[0], key.shape[2], query.shape[2]
     if key_mask is None:
