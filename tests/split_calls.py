@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -46,10 +46,12 @@ class Whole:
     window: int | None = None
     backend: str = "auto"
     value_dim: int = 5
+    dtype: torch.dtype = torch.float64  # of the parts; one process has the same numbers in float64
+    followed: str | None = None  # the one sequence that gradients follow, beside the map's weights; None for all
 
-    def map(self) -> FeatureMap:
+    def map(self, dtype: torch.dtype = torch.float64) -> FeatureMap:
         """Its map."""
-        return build(self.map_name).double()
+        return build(self.map_name).to(dtype)
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """What has a sequence, followed by gradients or not; masked keys hold NaN."""
@@ -66,7 +68,7 @@ class Whole:
             found["log_forget"] = -tokens(2, 2, LENGTH, seed=6).abs()
         if self.weights == "input gates":
             found["log_input"] = tokens(2, 2, LENGTH, seed=7)
-        return found, rest
+        return {name: x.to(self.dtype).double() for name, x in found.items()}, rest
 
     def grad(self) -> Tensor:
         """The rows' gradient."""
@@ -141,18 +143,22 @@ def summed(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
 
 def errors(mesh: DeviceMesh, call: Whole, lengths: tuple[int, ...]) -> dict[str, float]:
     """How far rows and gradients of this rank's part are from the whole call's."""
-    feature_map, (followed, rest), grad = call.map(), call.tensors(), call.grad()
+    feature_map, (every, rest), grad = call.map(call.dtype), call.tensors(), call.grad()
     weights = [x for x in feature_map.parameters() if x.requires_grad]
-    whole, truths = _truth(call)
+    whole, truths = _truth(replace(call, followed=None))
     part = own_part(mesh, lengths)
-    own = {name: _at(name, x, part).detach().clone().requires_grad_() for name, x in followed.items()}
+    own = {name: _at(name, x, part).detach().to(call.dtype, copy=True) for name, x in every.items()}
+    followed = {name: x.requires_grad_() for name, x in own.items() if call.followed in (None, name)}
     out = _part_out(call, own | {name: _at(name, x, part) for name, x in rest.items()}, feature_map, mesh)
-    grads = torch.autograd.grad(out, [*own.values(), *weights], grad[:, :, part], materialize_grads=True)
+    grad = grad[:, :, part].to(out.dtype)
+    grads = torch.autograd.grad(out, [*followed.values(), *weights], grad, materialize_grads=True)
     found = {"out": difference(out, whole[:, :, part])}
-    for name, one, truth in zip(own, grads, truths, strict=False):
-        found[name] = difference(one, truth[:, :, part])
+    by_name = dict(zip(every, truths, strict=False))
+    for name, one in zip(followed, grads, strict=False):
+        found[name] = difference(one, by_name[name][:, :, part])
     if weights:
-        for number, (one, truth) in enumerate(zip(summed(grads[len(own) :], mesh), truths[len(own) :], strict=True)):
+        every_weight = zip(summed(grads[len(followed) :], mesh), truths[len(every) :], strict=True)
+        for number, (one, truth) in enumerate(every_weight):
             found[f"weight {number}"] = difference(one, truth)
     return found
 

@@ -24,6 +24,21 @@ FAULTS = (
         PARTS,
     ),
     Fault(
+        "absorb tokens in float32 beside gates in float64",
+        ROOM + "parts.py",
+        "bias.to(decayed.m).expand",
+        "bias.expand",
+        PARTS,
+    ),
+    Fault(
+        "cut the graph where the reference has no keys",
+        "attention/backends/reference.py",
+        "torch.maximum(m, log_k.detach().amax(-2)) if log_k.shape[-2] else m",
+        "m\n    if not log_k.shape[-2]:\n        return Sums(sums[..., :-1], sums[..., -1], m)\n"
+        "    peak = torch.maximum(m, log_k.detach().amax(-2))",
+        PARTS,
+    ),
+    Fault(
         "leave the last rank's keys out where all are seen",
         ROOM + "functional.py",
         "if is_causal and ranks.is_last else part",

@@ -148,9 +148,8 @@ def _divide(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def _after(sums: Tensor, m: Tensor, log_k: Tensor, phi_k: Tensor | None, extended: Tensor) -> Sums:
     """Σ φ(k)[v, 1]ᵀ·exp(-m) over the state and the keys as S and z, and m."""
-    if log_k.shape[-2] == 0:
-        return Sums(sums[..., :-1], sums[..., -1], m)
-    peak = torch.maximum(m, log_k.detach().amax(-2))
+    # Without keys too the sums depend on them: a rank that has none waits for gradients like the others.
+    peak = torch.maximum(m, log_k.detach().amax(-2)) if log_k.shape[-2] else m
     features = torch.exp(log_k - peak.unsqueeze(-2))
     if phi_k is not None and features.shape[-1] > 1:
         features = features.unsqueeze(-1) * phi_k.unsqueeze(-2)
