@@ -367,6 +367,9 @@ def test_models_and_texts_that_cannot_be_used(build, batches, tokenizer, paragra
             ValueError,
             r"batch 9 holds an attention_mask \(2, 1, 12, 12\), wanted \(B, L\)",
         ),
+        (lambda batch: {**batch, "attention_mask": torch.eye(2)[:, :1]}, ValueError, "batch 9 holds a text without"),
+        (lambda batch: {name: x[:, :0] for name, x in batch.items()}, ValueError, "batch 9 holds a text without"),
+        (lambda batch: {name: x[:0] for name, x in batch.items()}, ValueError, "batch 9 holds a text without tokens"),
     ],
 )
 def test_batches_that_are_none(build, batches, change, error, words):

@@ -6,6 +6,13 @@ from faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "take a text of nothing but padding",
+        "convert/samples.py",
+        " or (mask is not None and not mask.any(1).all()):",
+        ":",
+        "tests/convert/test_conversion.py",
+    ),
+    Fault(
         "leave the shortest text to chance",
         "convert/conversion.py",
         '"min_tokens", "batch_size"',

@@ -92,11 +92,12 @@ def checked(batches: Iterable[Batch]) -> list[Batch]:
             words = f"batch {number} is or holds {name}; leave out what is no tensor"
             raise TypeError(f"batches must be mappings of the model's inputs to tensors, and {words}")
         if "labels" in batch:
-            raise ValueError(
-                f"batch {number} holds labels, with which a model's first output is a loss; leave them out"
-            )
+            raise ValueError(f"batch {number} holds labels, which make a model's first output a loss; leave them out")
         if (mask := batch.get("attention_mask")) is not None and mask.ndim != 2:
             raise ValueError(f"batch {number} holds an attention_mask {tuple(mask.shape)}, wanted (B, L) of 0 and 1")
+        # Its mean over tokens would be NaN, and with it the figures of all.
+        if not all(x.numel() for x in batch.values()) or (mask is not None and not mask.any(1).all()):
+            raise ValueError(f"batch {number} holds a text without tokens; leave it out")
     return samples
 
 
