@@ -259,7 +259,10 @@ def test_a_prompt_from_a_file_or_the_standard_input_is_not_printed(of_bytes, tmp
     from_file = run(*words, "--prompt-file", tmp_path / "prompt.txt")
     line = ["generate", *map(str, words), "--prompt-file", "-"]
     piped = CliRunner(env=WIDE).invoke(app, line, input="7 böttles\n".encode())
-    for result in (from_file, piped):
+    # Some programs put a mark before UTF-8, which is no part of a text; and end lines by two characters.
+    (tmp_path / "marked.txt").write_bytes("\ufeff7 böttles\r\n".encode())
+    marked = run(*words, "--prompt-file", tmp_path / "marked.txt")
+    for result in (from_file, piped, marked):
         assert result.exit_code == 0, result.output
         assert "7 böttles" + result.stdout == whole.stdout
         assert told(result) == told(whole)

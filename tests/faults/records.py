@@ -6,6 +6,13 @@ from faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "take a mark before UTF-8 for a part of the text",
+        "records/texts.py",
+        "utf-8-sig",
+        "utf-8",
+        "lab/tests/audit/test_records.py",
+    ),
+    Fault(
         "write a folder in its place",
         "records/atomic.py",
         "            yield temporary\n            for path",

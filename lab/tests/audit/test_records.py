@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from linattn.records.atomic import atomic_file
-from linattn.records.texts import read_text
+from linattn.records.texts import Text, read_text
 from linattn_lab.audit.records import AUDIT, Header, HeadRow, ModelRow, RankRow
 
 HEADER = Header({"torch": "2"}, "m", "M", False, 1, 1, 2, 2, "t", "0", 8, 0, 8, ["Relu"], [64], 1, 0)
@@ -104,6 +104,9 @@ def test_text_files(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("naïve\n", encoding="utf-8")
     assert read_text(path).content == "naïve\n"
+    # A mark that some programs put before UTF-8 is no part of a text.
+    path.write_bytes("\ufeffnaïve\r\n".encode())
+    assert read_text(path) == Text(str(path), "naïve\n")
     with pytest.raises(FileNotFoundError, match="there is no text file"):
         read_text(tmp_path / "b.txt")
     path.write_bytes(b"\xff\xfe\x00")

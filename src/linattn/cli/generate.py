@@ -17,7 +17,7 @@ PromptFile = Annotated[
     typer.FileText | None,
     typer.Option(
         metavar="FILE",
-        encoding="utf-8",
+        encoding="utf-8-sig",
         help="Read the prompt from this file (UTF-8), or from the standard input for -. The prompt is then not "
         "printed, and a line end at its end is dropped.",
     ),

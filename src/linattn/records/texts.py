@@ -32,7 +32,7 @@ def read_text(file: str | os.PathLike[str] | None = None) -> Text:
     if not path.is_file():
         raise FileNotFoundError(f"there is no text file {path}; give a file in UTF-8, or none for the built-in prose")
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text in UTF-8 ({error}); save it in UTF-8") from None
     if not content.strip():
