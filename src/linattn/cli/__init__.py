@@ -1,5 +1,6 @@
 """The `linattn` command: thin, it only calls rooms."""
 
+import os
 import sys
 from importlib.util import find_spec
 
@@ -11,6 +12,9 @@ def main() -> None:
     """Run the `linattn` command; exit with 0, 1 (failed, a package missing), 2 (unknown words) or 130 (interrupted)."""
     if missing := [package for package in _NEEDED if find_spec(package) is None]:
         sys.exit(f"linattn: the command needs {', '.join(missing)}, not installed here: pip install 'linattn[cli]'")
+    # Streams that the caller has closed, as by <&- in a shell, are None, which click and rich do not take.
+    sys.stdin = sys.stdin or os.fdopen(os.open(os.devnull, os.O_RDONLY))
+    sys.stdout, sys.stderr = (x or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w") for x in (sys.stdout, sys.stderr))
     try:
         # Only here, so that a missing package ends in the sentence above and not in a traceback.
         from linattn.cli.app import app

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from linattn.cli.terminal import ending
 from linattn.processes import Processes
-from linattn.records.atomic import check_new, full_disk_names
+from linattn.records.atomic import check_new, full_disk_names, remove
 from linattn.records.locks import LOCK, InUseError, locked
 
 # The first process alone writes.
@@ -78,10 +78,8 @@ def finish(work: Path, out: Path, write: Callable[[Path], None], *, is_continued
         draft.rename(out)
     for path in work.iterdir():
         # The lock goes with the process that holds it.
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name != LOCK:
-            path.unlink()
+        if path.name != LOCK:
+            remove(path)
 
 
 def _what_is_left(work: Path) -> str:

@@ -95,9 +95,8 @@ def checked(batches: Iterable[Batch]) -> list[Batch]:
             raise ValueError(f"batch {number} holds labels, which make a model's first output a loss; leave them out")
         if (mask := batch.get("attention_mask")) is not None and mask.ndim != 2:
             raise ValueError(f"batch {number} holds an attention_mask {tuple(mask.shape)}, wanted (B, L) of 0 and 1")
-        # Its mean over tokens would be NaN, and with it the figures of all.
         if not all(x.numel() for x in batch.values()) or (mask is not None and not mask.any(1).all()):
-            raise ValueError(f"batch {number} holds a text without tokens; leave it out")
+            raise ValueError(f"batch {number} holds a text without tokens, which has no figures; leave it out")
     return samples
 
 

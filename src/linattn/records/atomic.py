@@ -63,6 +63,14 @@ def check_new(folder: Path, *, is_replaced: bool = False) -> None:
         raise FileExistsError(f"{folder} is a mount point or holds the working directory; give a new folder in it")
 
 
+def remove(place: Path) -> None:
+    """Remove a folder, or a file or link in its place."""
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place)
+    else:
+        place.unlink()
+
+
 @contextmanager
 def full_disk_names(path: Path) -> Iterator[None]:
     """Where the disk or a quota is full, or a file too large (write(2)), let the OSError name what was not written."""

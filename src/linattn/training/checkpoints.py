@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from linattn.records.atomic import atomic_folder, full_disk_names
+from linattn.records.atomic import atomic_folder, full_disk_names, remove
 from linattn.records.json_files import Reading, read_json, to_json, write_json
 from linattn.records.locks import locked
 from linattn.training.budgets import Progress
@@ -112,7 +111,7 @@ class WorkFolder:
         # Older ones, and what a kill has left of one.
         for other in self._place(training).iterdir():
             if other not in latest:
-                _remove(other)
+                remove(other)
 
     def last(self, training: str) -> tuple[Path, Progress] | None:
         """The last whole checkpoint of a training, and how far it had come; None without one.
@@ -135,7 +134,7 @@ class WorkFolder:
         for damaged, damage in damages.items():
             _LOG.warning("%s; the %s goes on from the checkpoint before, %s", damage, training, checkpoint)
             # Steps of that number follow again.
-            _remove(damaged)
+            remove(damaged)
         file, remedy = checkpoint / _PROGRESS, f"remove {checkpoint}"
         reading = Reading(str(file), remedy, finite=False)
         return checkpoint, reading.record(Progress, read_json(file, "progress", remedy))
@@ -194,14 +193,6 @@ def _damage(checkpoint: Path) -> str | None:
     except (OSError, ValueError) as error:
         return f"{checkpoint} is damaged: {error}"
     return None
-
-
-def _remove(place: Path) -> None:
-    """Remove a folder, or a file or link in its place."""
-    if place.is_dir() and not place.is_symlink():
-        shutil.rmtree(place)
-    else:
-        place.unlink()
 
 
 def _digest(file: Path) -> str:

@@ -23,7 +23,6 @@ _WARM_UP = 20
 _LEAST_RATE = 0.02
 _BETAS = (0.9, 0.98)
 _CLIP = 1.0
-_ALONE = Processes(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +159,7 @@ class _Run:
         if self._is_sharded:
             tensors = read(folder, model, optimizer, processes)
         else:
-            tensors = processes.first_does(lambda: read(folder, model, optimizer, _ALONE))
+            tensors = processes.first_does(lambda: read(folder, model, optimizer, Processes(0, 1)))
         return progress, put(tensors, model, optimizer, processes)
 
     def go(self, pressed: list[int]) -> None:
