@@ -179,7 +179,7 @@ FAULTS = (
     Fault(
         "split documents by their place in the list",
         "lab/pretraining/corpus.py",
-        "place = int.from_bytes(hashlib.sha256(named.encode()).digest()[:8]) % _PERIOD",
+        'place = int.from_bytes(hashlib.sha256(named.encode(errors="surrogateescape")).digest()[:8]) % _PERIOD',
         "place = len(content) % _PERIOD",
         "lab/tests/pretraining/test_corpus.py",
     ),

@@ -105,6 +105,15 @@ def test_text_files_alone_are_read(tmp_path):
         read_documents([tmp_path / "c" / "a" / "picture.png"])
 
 
+def test_a_name_may_be_of_any_bytes(tmp_path):
+    """As of files from systems with another encoding: it says only which part a document is in."""
+    for number in range(100):
+        (tmp_path / f"{number}.txt").write_bytes(b"%d bottles" % number)
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"coffee")
+    corpus = from_documents(read_documents([tmp_path])[0], context=4)
+    assert (corpus.is_split_by_file, corpus.num_documents) == (True, 101)
+
+
 @pytest.mark.parametrize("count", [1, 3, 99])
 def test_few_documents_are_split_by_position(count):
     texts = [(f"{number:02}.txt", bytes([97 + number % 26]) * 100 + b"%d" % number * 30) for number in range(count)]

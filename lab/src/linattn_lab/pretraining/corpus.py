@@ -98,7 +98,7 @@ def _by_name(name: str, content: bytes) -> Iterator[tuple[int, bytes]]:
     """The part of a document by a digest of its name; a long one is several documents."""
     for start in range(0, max(len(content), 1), _LONGEST):
         named = f"{name} {start // _LONGEST}" if start else name
-        place = int.from_bytes(hashlib.sha256(named.encode()).digest()[:8]) % _PERIOD
+        place = int.from_bytes(hashlib.sha256(named.encode(errors="surrogateescape")).digest()[:8]) % _PERIOD
         yield place if place in (_VALIDATION, _TEST) else _PERIOD, content[start : start + _LONGEST]
 
 
