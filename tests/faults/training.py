@@ -9,6 +9,13 @@ RANKS = "tests/training/test_shared_checkpoints.py"
 
 FAULTS = (
     Fault(
+        "train without gradients where they are off",
+        "training/loop.py",
+        "@torch.enable_grad()\ndef train(",
+        "def train(",
+        "tests/training/test_loop.py",
+    ),
+    Fault(
         "step weights that no process reaches where there are several",
         "training/loop.py",
         "one.grad = grad if share else None",

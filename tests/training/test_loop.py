@@ -74,6 +74,15 @@ def test_a_convex_problem_is_solved(training):
     assert [progress.step for _, _, progress in told] == list(range(1, found.steps + 1))
 
 
+def test_gradients_that_are_off_are_followed_in_training_alone(training):
+    point, other = Point(), Point()
+    train(training(point), None, quiet)
+    with torch.no_grad():
+        train(training(other), None, quiet)
+        assert not torch.is_grad_enabled()
+    assert torch.equal(point.place, other.place)
+
+
 def test_the_best_weights_are_kept_and_not_the_last(training):
     point, seen = Point(), []
 

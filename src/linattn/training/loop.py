@@ -71,6 +71,7 @@ Notify = Callable[[str, float, Progress], None]
 """Called after each step with the training's name, the share of its budget that is spent, and how far it has come."""
 
 
+@torch.enable_grad()
 def train(training: Training, work: WorkFolder | None, notify: Notify) -> Trained:
     """Train until the budget is spent, and leave the model with its best weights.
 
