@@ -153,8 +153,8 @@ FAULTS = (
     Fault(
         "look at a mask that others follow",
         "hf/_calls.py",
-        "return not is_tracing(key_mask) and bool(key_mask.all())",
-        "return bool(key_mask.all())",
+        "return not is_tracing(x) and bool(x.all())",
+        "return bool(x.all())",
         GRAPHS,
     ),
     Fault(
@@ -181,7 +181,7 @@ FAULTS = (
     Fault(
         "take back a call with its own tokens in the state",
         "hf/_cache_layers.py",
-        "self.state = self._calls[-1].state()",
+        "self.state = last.made().state if last.num_tokens else last.before",
         "pass",
         CACHES,
     ),
@@ -264,15 +264,15 @@ FAULTS = (
     ),
     Fault(
         "let a bounded cache take any mask",
-        "hf/bounded_cache.py",
-        "        self.check_mask(attention_mask)",
+        "hf/_calls.py",
+        "        cache.check_mask(mask)",
         "        pass",
         BOUNDED,
     ),
     Fault(
         "go on with a bounded cache between two tokens",
-        "hf/bounded_cache.py",
-        "        self.check_level()",
+        "hf/_calls.py",
+        "        cache.check_level()",
         "        pass",
         REFUSALS,
     ),
@@ -298,6 +298,13 @@ FAULTS = (
         MODELS,
     ),
     Fault(
+        "take a text in again that is given again",
+        "hf/_cache_layers.py",
+        "if 0 < self.num_tokens < count and positions",
+        "if False and positions",
+        CACHES,
+    ),
+    Fault(
         "let a window forget what leaves it short",
         "hf/_cache_layers.py",
         "if held - count < min(",
@@ -307,8 +314,8 @@ FAULTS = (
     Fault(
         "take back calls that were recorded before others that were not",
         "hf/_cache_layers.py",
-        "        self._calls = self._calls if self.record_past else ()\n",
-        "",
+        "self._calls = self._recorded(made, window) if self.record_past else ()",
+        "self._calls = self._recorded(made, window) if self.record_past else self._calls",
         MODELS,
     ),
     Fault(

@@ -323,6 +323,8 @@ def test_wrong_calls_are_refused() -> None:
             made(words, attention_mask=mask)
     with pytest.raises(ValueError, match="keeps streams, not keys and values, got cache_implementation='static'"):
         made.generate(words, max_new_tokens=1, cache_implementation="static")
+    with pytest.raises(ValueError, match="use_cache=False gives the whole text again for each token"):
+        made.generate(words, max_new_tokens=1, use_cache=False, past_key_values=StreamCache(number))
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
         made.generate(words, max_new_tokens=1, assistant_model=made)
     cache = StreamCache(3)

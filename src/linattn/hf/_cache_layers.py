@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 
 from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
-from linattn.hf._calls import InterfaceCall, by_token
+from linattn.hf._calls import InterfaceCall, by_token, surely_all
 from linattn.kv_cache import MergedState
 from linattn.nn import Stream
 from linattn.softmax.row_groups import RowGroups
@@ -132,10 +132,6 @@ class RecordedCall(NamedTuple):
         """The output (B, H, L, Dv), and the state after the call."""
         return self.advance(*self.tensors, self.before, **self.scoring, key_mask=self.key_mask, **sinks)
 
-    def state(self) -> Any:
-        """The state after the call."""
-        return self.made().state if self.num_tokens else self.before
-
 
 Kernel = tuple[Callable[..., Any], int, Collection[str]]
 """Function that gives the output and the state after some tokens, the width of its exact window, and what it takes."""
@@ -167,6 +163,13 @@ class RecordingLayer(StatefulLayer[S]):
         """Called by linattn's attention function: (B, L, H, Dv) for queries of the keys given to `update`."""
         name, count = self.module_name, call.key.shape[-2]
         advance, window, takes = self._kernel(call)
+        positions = call.options.get("position_ids")
+        if 0 < self.num_tokens < count and positions is not None and surely_all(positions[..., 0] == 0):
+            raise ValueError(
+                f"{name} was given {count} tokens from position 0 on, and the cache holds {self.num_tokens}: generate "
+                "gives the whole text again with use_cache=False, or by prompt lookup and assistants from a cache that "
+                "is not empty; leave these out, or give a new cache"
+            )
         key_mask, is_causal = call.read_mask(name, self.num_tokens + count, takes=takes)
         # A single query sees all keys, causal or not.
         if not is_causal and call.query.shape[-2] > 1:
@@ -182,18 +185,15 @@ class RecordingLayer(StatefulLayer[S]):
         self.handed = None
         self.advance_to(after, count)
         # Calls that were recorded before one that was not cannot be taken back.
-        self._calls = self._calls if self.record_past else ()
-        if self.record_past:
-            self.record(made, window)
+        self._calls = self._recorded(made, window) if self.record_past else ()
         return by_token(out if made.num_tokens == count else torch.cat((early, out), 2))
 
-    def record(self, call: RecordedCall, window: int) -> None:
-        """Hold a call beside the one before it, or as a part of that where a window of so many tokens holds both."""
+    def _recorded(self, call: RecordedCall, window: int) -> tuple[RecordedCall, ...]:
+        """A call beside the one before it, or as a part of that where a window of so many tokens holds both."""
         last = self._calls[-1] if self._calls else None
         if last is not None and last.num_tokens + call.num_tokens <= window > call.num_tokens:
-            self._calls = (*self._calls[:-1], last.then(call))
-        else:
-            self._calls = (*self._calls[-1:], call) if call.num_tokens < window else (call,)
+            return (*self._calls[:-1], last.then(call))
+        return (*self._calls[-1:], call) if call.num_tokens < window else (call,)
 
     def activate_past_recording(self) -> None:
         """Hold the last call's last tokens, and as many as the exact window is wide, which `crop` can take back."""
@@ -222,7 +222,8 @@ class RecordingLayer(StatefulLayer[S]):
         while count > calls[-1].num_tokens:
             count -= calls.pop().num_tokens
         self._calls = (*calls[:-1], calls[-1].part(calls[-1].before, 0, calls[-1].num_tokens - count))
-        self.state = self._calls[-1].state()
+        last = self._calls[-1]
+        self.state = last.made().state if last.num_tokens else last.before
 
     def _choose(self, choice: Callable[[Tensor], Tensor]) -> None:
         """Take the rows that are chosen; no call can be taken back afterwards."""

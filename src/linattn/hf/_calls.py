@@ -146,7 +146,7 @@ class AskedMask:
                 "keys beyond the last query (the empty slots of a static cache), or an attention_mask of "
                 f"{int(num_keys)} columns for {int(q_offset + num_queries)} tokens"
             )
-        if key_mask is not None and hides_nothing(key_mask):
+        if key_mask is not None and surely_all(key_mask):
             key_mask = None
         if self.is_plain:
             return PlainMask(key_mask, is_causal=self.function is causal_mask_function)
@@ -245,10 +245,9 @@ class InterfaceCall:
 
     def hides_keys(self, num_keys: int) -> bool:
         """True if the call asks for a window, or for chunks, that so many keys do not fit in."""
-        if self._exceeds_window(num_keys):
-            return True
         mask = self.mask
-        return isinstance(mask, AskedMask) and mask.local_size is not None and isinstance(mask.read(num_keys), str)
+        hides = isinstance(mask, AskedMask) and mask.local_size is not None and isinstance(mask.read(num_keys), str)
+        return hides or self._exceeds_window(num_keys)
 
     def _exceeds_window(self, num_keys: int) -> bool:
         """True if the options name a window that so many keys do not fit in."""
@@ -335,9 +334,9 @@ def _refusal(name: str, asked: str) -> str:
     )
 
 
-def hides_nothing(key_mask: Tensor) -> bool:
-    """True if a mask of keys is known to hide none: what is recorded now runs with other masks later."""
-    return not is_tracing(key_mask) and bool(key_mask.all())
+def surely_all(x: Tensor) -> bool:
+    """True if all of a bool tensor is known to be true: what is recorded now runs with other tensors later."""
+    return not is_tracing(x) and bool(x.all())
 
 
 def _reduce_mask(allowed: Any, key_mask: Tensor | None) -> Mask:
@@ -362,7 +361,8 @@ def ask_mask(
     if isinstance(kv_offset, CachedTokens):
         # Compilers know plain numbers alone.
         cache, kv_offset = kv_offset.cache, kv_offset.number
-        cache.begin(mask)
+        cache.check_level()
+        cache.check_mask(mask)
     # A static cache counts its tokens in place, before a mask is built.
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from linattn.hf._attention_modules import attention_modules, put_before, unwrapped
@@ -149,11 +149,6 @@ class BoundedCache(TextCache):
         with SWITCHING:
             refuse_intercepted(model)
             put_before(model, NAME)
-
-    def begin(self, attention_mask: Tensor | None) -> None:
-        """Refuse a call that cannot go on from here, by its mask (B, n) of the tokens so far and the new ones."""
-        self.check_level()
-        self.check_mask(attention_mask)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Of a layer, said so that the mask knows its cache."""

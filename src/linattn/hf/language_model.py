@@ -9,7 +9,7 @@ from transformers.utils.generic import can_return_tuple
 
 from linattn.feature_maps import FittedMap
 from linattn.feature_maps._arguments import check_count, check_seed
-from linattn.hf._calls import hides_nothing
+from linattn.hf._calls import surely_all
 from linattn.hf.language_model_config import LinearLMConfig, blocks_of
 from linattn.hf.state_cache import StreamCache
 from linattn.nn import LinearLM, RedrawSchedule
@@ -166,12 +166,14 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
         self, generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, max_cache_length: int
     ) -> Any:
         """`generate`'s cache: the one given, or one of streams."""
-        if generation_config.cache_implementation is not None:
+        named, cache = generation_config.cache_implementation, model_kwargs.get("past_key_values")
+        if named is not None:
             raise ValueError(
-                f"a LinearLM keeps streams, not keys and values, got cache_implementation="
-                f"{generation_config.cache_implementation!r}; leave it out"
+                f"a LinearLM keeps streams, not keys and values, got cache_implementation={named!r}; leave it out"
             )
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+        if cache is not None and generation_config.use_cache is False:
+            raise ValueError("use_cache=False gives the whole text again for each token; leave out that, or the cache")
+        if cache is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = StreamCache(len(self.model.blocks))
 
 
@@ -219,7 +221,7 @@ def _key_mask(input_ids: Tensor, attention_mask: Tensor | None, cache: StreamCac
     mask = None if attention_mask is None else attention_mask.bool()
     mask = cache.checked_mask(mask, length) if cache is not None else mask
     # Without a mask softmax blocks need no (L, L) one either.
-    return None if mask is None or hides_nothing(mask[:, :length]) else mask[:, :length]
+    return None if mask is None or surely_all(mask[:, :length]) else mask[:, :length]
 
 
 AutoConfig.register(LinearLMConfig.model_type, LinearLMConfig, exist_ok=True)
