@@ -108,6 +108,14 @@ def test_a_text_that_is_given_again_is_not_taken_in_twice(language_model, kind: 
     torch.testing.assert_close(last, whole[:, held:], rtol=1e-4, atol=1e-3)
 
 
+def test_a_cache_of_fewer_layers_is_refused() -> None:
+    config = LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
+    small = LlamaForCausalLM(config).eval()
+    linearize_(small, method=MAP)
+    with pytest.raises(ValueError, match="the cache has 1 layers, too few for this model"):
+        llama(MAP)(IDS, past_key_values=new_cache(small))
+
+
 @pytest.mark.parametrize("method", [MAP, NEAR])
 def test_the_last_call_is_taken_back(method: str) -> None:
     """Any number of its tokens, where calls are recorded; what came with earlier calls is refused with the cure."""

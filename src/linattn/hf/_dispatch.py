@@ -159,6 +159,8 @@ def _offer(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, 
     """Forward pre-hook: the cache's layer, a keyword more; transformers passes attention functions no cache."""
     cache = _of_text(next((options[name] for name in CACHES if options.get(name) is not None), None))
     place: Any = module.layer_idx
+    if isinstance(cache, StateCache) and place >= len(cache.layers):
+        raise ValueError(f"the cache has {len(cache.layers)} layers, too few for this model; give it one of its own")
     layer = cache.layers[place] if isinstance(cache, StateCache) else None
     if not isinstance(layer, StateLayer):
         return args, options
