@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 from itertools import islice
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from apart import Apart
@@ -236,6 +238,26 @@ def test_another_audit_is_kept_aside_and_gone_on_from(run, tmp_path, ends):
     run("--map", "Relu")
     assert file.read_bytes() == before
     assert len(figures(file.with_name("audit.2.jsonl"))) == 5
+
+
+def test_other_weights_in_the_folder_are_another_model(folder, prose, tmp_path):
+    """Every figure is measured again of a model that was trained further, and the former ones are kept aside."""
+    where, text, file = tmp_path / "model", tmp_path / "text.txt", tmp_path / "out" / "audit.jsonl"
+    shutil.copytree(folder("bert"), where)
+    text.write_text(prose, encoding="utf-8")
+    words = ["audit", str(where), "--text", str(text), "--tokens", "32", "--out", str(file.parent), "--map", "Relu"]
+    assert CliRunner(env=WIDE).invoke(app, words).exit_code == 0
+    weights = load_file(where / "model.safetensors")
+    save_file({name: 2 * weight for name, weight in weights.items()}, where / "model.safetensors", {"format": "pt"})
+    result = CliRunner(env=WIDE).invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "It is of another model" in result.output
+    assert "were measured before" not in result.output
+    before, after = (
+        [row.uniform_error for row in AUDIT.read(path)[1] if isinstance(row, HeadRow)]
+        for path in (file.with_name("audit.1.jsonl"), file)
+    )
+    assert before != after
 
 
 def test_a_file_that_is_no_audit_is_kept_aside(run, tmp_path):

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -93,6 +94,29 @@ def test_another_audit_s_file_is_kept_aside(run, tmp_path):
     assert "were measured before" not in result.output
     former, _ = MEMORY.read(tmp_path / "out" / "memory.1.jsonl")
     assert former.num_passages == 1
+
+
+def test_other_weights_in_the_folder_are_another_model(run, model, tmp_path):
+    """Of a model trained further every figure is measured, and the plan is made, again; and in another dtype."""
+    words = ("--budget", "48", "--tokens", "64", "--plan-out", str(tmp_path / "plan.json"))
+    assert run(*words).exit_code == 0
+    file = model / "model.safetensors"
+    former, weights = file.read_bytes(), load_file(file)
+    save_file({name: weight.neg() for name, weight in weights.items()}, file, {"format": "pt"})
+    try:
+        for more in ((), ("--dtype", "bfloat16")):
+            again = run(*words, *more)
+            assert again.exit_code == 0, again.output
+            assert "it is another audit's" in again.output
+            assert "Planning at 48 keys" in again.output
+            assert "were measured before" not in again.output
+    finally:
+        file.write_bytes(former)
+    before, after = (
+        [row.perplexity for row in MEMORY.read(tmp_path / "out" / f"memory{number}.jsonl")[1]] for number in (".1", ".2")
+    )
+    assert before[0] != after[0]
+    assert run(*words).exit_code == 0
 
 
 def test_what_is_measured_again_is_kept_aside(run, tmp_path):

@@ -22,7 +22,7 @@ TITLES = {
 }
 DAMAGES = 35
 # Fields of an audit's header that files of earlier versions lack.
-OPTIONAL = ("left_out", "layers", "windowed", "longest", "num_key_heads")
+OPTIONAL = ("left_out", "layers", "windowed", "longest", "num_key_heads", "weights_sha256")
 OTHERS = (None, True, "text", "", "nan", "inf", -1, 0, 1e308, -1e308, 1e-308, 10**15, 10**30, 10**400, [], {}, [[]])
 
 

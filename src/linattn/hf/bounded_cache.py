@@ -138,8 +138,7 @@ class BoundedCache(TextCache):
         elif plan is not None:
             configs = _planned(model, [layer.number for layer in bounded], Path(plan), budget)
         else:
-            sized = ((layer.number, layer.sizes) for layer in bounded)
-            configs = {n: within_budget(budget, sizes, bits, recall=recall) for n, sizes in sized if sizes is not None}
+            configs = {x.number: within_budget(budget, x.sizes, bits, recall=recall) for x in bounded if x.sizes}
         super().__init__(model, {layer.place: BoundedLayer(layer.name, configs[layer.number]) for layer in bounded})
         self.report = tuple(
             BoundedLayerReport(n, layer.name, configs.get(n), reasons[n], layer.num_key_heads, layer.sizes)

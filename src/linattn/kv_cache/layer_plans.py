@@ -49,6 +49,7 @@ class MemoryPlan:
     kl: Annotated[float, Ge(0)]  # measured on the passage
     window_kl: Annotated[float, Ge(0)]  # of the plain window in every layer, on the same passage
     trials: list[TrialRecord]  # all that was measured
+    weights_sha256: str | None = None  # digest of the model's weights in its dtype; None in files of earlier versions
 
     @property
     def label(self) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from linattn.hf import AttentionCall, LoadedModel
 from linattn.records.texts import Text
+from linattn.training import weights_digest
 from linattn_lab.audit.grid import AuditGrid, Configuration, LayerMaps, in_words
 from linattn_lab.audit.kept import Kept
 from linattn_lab.audit.layer_rows import head_rows, rank_rows, ranks
@@ -113,6 +114,7 @@ class Audit:
             windowed=list(recorded.windowed),
             longest=getattr(loaded.model.config, "max_position_embeddings", None),
             num_key_heads=calls[0].key.shape[1],
+            weights_sha256=weights_digest(loaded.model),
         )
 
     def kept(self, rows: Sequence[AuditRow]) -> Kept:

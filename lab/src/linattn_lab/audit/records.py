@@ -37,6 +37,7 @@ class Header:
         windowed: names of the layers with a sliding window, which keep their own attention throughout.
         longest: tokens that the model takes at most; null where its configuration does not say.
         num_key_heads: key/value heads, of the first layer; null in files of earlier versions.
+        weights_sha256: digest of the model's weights, which a folder may change; null in files of earlier versions.
     """
 
     versions: dict[str, str]
@@ -61,6 +62,7 @@ class Header:
     windowed: list[str] = field(default_factory=list)
     longest: int | None = None
     num_key_heads: int | None = None
+    weights_sha256: str | None = None
 
     def number(self, layer: int) -> int:
         """The number in the model of an audited layer, as rows count them."""

@@ -18,6 +18,7 @@ from linattn.hf import BoundedCache, LoadedModel
 from linattn.kv_cache import MergedKV
 from linattn.kv_cache.layer_plans import PLAIN, MemoryPlan
 from linattn.records.texts import Text
+from linattn.training import weights_digest
 from linattn_lab.circumstances import processor, versions
 from linattn_lab.kv_audit.facts import MOST_FACTS
 from linattn_lab.kv_audit.methods import DEFAULT_KINDS, Bounded, Method, methods
@@ -224,6 +225,7 @@ def _circumstances(loaded: LoadedModel, bounded: Bounded, texts: Mapping[str, Te
         "head_dim": bounded.sizes.head_dim,
         "value_dim": bounded.sizes.value_dim,
         "number_bytes": bounded.sizes.number_bytes,
+        "weights_sha256": weights_digest(loaded.model),
         "texts": {kind: text.source for kind, text in texts.items()},
         "texts_sha256": {kind: text.sha256 for kind, text in texts.items()},
     }

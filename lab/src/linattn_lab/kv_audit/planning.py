@@ -13,6 +13,7 @@ from linattn.kv_cache import MergedKV, merged_attention
 from linattn.kv_cache.budget import NEAR, Sizes, within_budget
 from linattn.kv_cache.layer_plans import FEW_BITS, PLAIN, MemoryPlan, TrialRecord
 from linattn.records.texts import Text
+from linattn.training import weights_digest
 from linattn_lab.kv_audit.divergence import divergence
 from linattn_lab.kv_audit.methods import Bounded, Maker, exact_window
 from linattn_lab.kv_audit.passage_figures import MOST_MEASURED
@@ -85,13 +86,14 @@ def plan_memory(
         kl=best.kl,
         window_kl=next(trial.kl for trial in trials if {one.name for one in trial.choices} == {PLAIN}),
         trials=list(map(_record, trials)),
+        weights_sha256=weights_digest(loaded.model),
     )
 
 
 def is_of(plan: MemoryPlan, header: MemoryHeader, text: Text) -> bool:
-    """Whether a plan was made for an audit's model and its first length, on this text."""
-    wanted = header.model, header.lengths[0], header.layers, text.sha256
-    return wanted == (plan.model, plan.num_tokens, plan.layers, plan.calibration_sha256)
+    """Whether a plan was made for an audit's model, its weights in its dtype, and its first length, on this text."""
+    wanted = header.weights_sha256, header.model, header.lengths[0], header.layers, text.sha256
+    return wanted == (plan.weights_sha256, plan.model, plan.num_tokens, plan.layers, plan.calibration_sha256)
 
 
 def kept_by(choice: Choice, sizes: Sizes) -> MergedKV:

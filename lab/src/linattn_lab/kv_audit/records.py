@@ -42,6 +42,7 @@ class MemoryHeader:
         kinds: names of the methods.
         left_out: why a method, by "name at budget", or a task, by "name at length", is not measured.
         calibration: source of the text plans were made on; null without plans.
+        weights_sha256: digest of the model's weights, which a folder may change; null in files of earlier versions.
     """
 
     versions: dict[str, str]
@@ -71,6 +72,7 @@ class MemoryHeader:
     kinds: list[str]
     left_out: dict[str, str] = field(default_factory=dict)
     calibration: str | None = None
+    weights_sha256: str | None = None
 
     def measures_as(self, other: MemoryHeader) -> bool:
         """Whether rows of the same key are the same in both audits, but for plans."""
