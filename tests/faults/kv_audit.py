@@ -45,6 +45,13 @@ FAULTS = (
         FIGURES,
     ),
     Fault(
+        "take an interval of few passages for one of many",
+        "lab/kv_audit/intervals.py",
+        "half = student_quantile(len(logs) - 1) *",
+        "half = student_quantile(1000) *",
+        FIGURES,
+    ),
+    Fault(
         "compare passages that are not the same",
         "lab/kv_audit/intervals.py",
         "math.log(a / b) for a, b in zip(first, second, strict=True)",

@@ -6,12 +6,14 @@ import os
 
 import pytest
 import torch
+from scipy import stats
 
 from linattn_lab.kv_audit.divergence import divergence, tails
-from linattn_lab.kv_audit.intervals import paired_ratio
+from linattn_lab.kv_audit.intervals import Ratio, paired_ratio, student_quantile
 from linattn_lab.kv_audit.peak import peak_bytes
 from linattn_lab.kv_audit.reading import same_beginning
 from linattn_lab.kv_audit.texts import CODE, KINDS, MIXED, PROSE, audit_texts, calibration_text
+from linattn_lab.report.memory.words import ratio_words
 
 
 def logs(seed, rows=150, size=7):
@@ -55,14 +57,26 @@ def test_a_paired_interval_does_not_see_what_passages_share():
     assert (ratio.low, ratio.high) == (pytest.approx(2.0), pytest.approx(2.0))
 
 
-def test_an_interval_covers_its_mean_as_often_as_it_says():
-    """Of 200 intervals of 12 log-normal ratios 95 % cover 1, less what so few passages cost a bootstrap (some 4 %)."""
+@pytest.mark.parametrize("number", [2, 3, 12])
+def test_an_interval_covers_its_mean_as_often_as_it_says(number):
+    """Of 2,000 intervals of log-normal ratios 95 % cover 1, of however few passages."""
     draw = torch.Generator().manual_seed(7)
-    samples = torch.randn(200, 12, generator=draw, dtype=torch.float64).exp()
-    ratios = [paired_ratio(sample.tolist(), [1.0] * 12) for sample in samples]
+    samples = torch.randn(2000, number, generator=draw, dtype=torch.float64).exp()
+    ratios = [paired_ratio(sample.tolist(), [1.0] * number) for sample in samples]
     covered = sum(ratio.low <= 1.0 <= ratio.high for ratio in ratios)
-    # A standard error of 200 such cases is 0.02; three of them.
-    assert 0.91 - 0.06 < covered / 200 <= 0.95 + 0.05
+    # A standard error of 2,000 such cases is 0.005; four of them.
+    assert abs(covered / 2000 - 0.95) < 0.02
+
+
+def test_a_single_passage_has_no_interval():
+    assert paired_ratio([2.0], [1.0]) == Ratio(2.0, None, None)
+    assert ratio_words(Ratio(2.0, None, None)) == "2.00 ×"
+
+
+def test_quantiles_are_student_s():
+    for degrees in (*range(1, 40), 200):
+        # The grid's step, times the slope of the tangent at 0.95·π/2, 162 for one degree, over 12.7.
+        assert student_quantile(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=2e-4)
 
 
 def test_a_ratio_wants_figures_with_a_logarithm():

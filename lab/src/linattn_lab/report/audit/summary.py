@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, median, stdev
 
 from linattn.methods.costs import exact_state_numbers
 from linattn.methods.method import parse_method
@@ -227,7 +227,7 @@ def _line(header: Header, heads: list[HeadRow], models: list[ModelRow], times: T
 
     def over_heads(value: Callable[[HeadRow], float]) -> list[float]:
         """Mean over heads, one per draw."""
-        return [_mean(value(row) for row in rows) for rows in draws.values()]
+        return [fmean(value(row) for row in rows) for rows in draws.values()]
 
     return Line(
         map=label,
@@ -236,12 +236,12 @@ def _line(header: Header, heads: list[HeadRow], models: list[ModelRow], times: T
         flops_per_token=heads[0].flops_per_token,
         draws=len(draws),
         error=_mean_and_spread(over_heads(lambda row: row.error)),
-        median_error=_mean(statistics.median(row.error for row in rows) for rows in draws.values()),
-        uniform_error=_mean(row.uniform_error for row in heads),
-        better_heads=_mean(over_heads(lambda row: float(row.error < row.uniform_error))),
+        median_error=fmean(median(row.error for row in rows) for rows in draws.values()),
+        uniform_error=fmean(row.uniform_error for row in heads),
+        better_heads=fmean(over_heads(lambda row: float(row.error < row.uniform_error))),
         total_variation=_mean_and_spread(over_heads(lambda row: row.total_variation)),
-        kl=_existing((row.kl for row in heads), _mean),
-        predicted_ratio=_existing((row.predicted_ratio for row in heads), statistics.median),
+        kl=_existing((row.kl for row in heads), fmean),
+        predicted_ratio=_existing((row.predicted_ratio for row in heads), median),
         embedding_cosine=_mean_and_spread([row.embedding_cosine for row in models]),
         token_cosine=_mean_and_spread([row.token_cosine for row in models]),
         head_ratios=_by_head(header, heads, lambda row: _over(row.error, row.uniform_error)),
@@ -259,9 +259,9 @@ def _uniform(row: ModelRow, heads: list[HeadRow]) -> Baseline:
     """Uniform averaging, whose errors every head row repeats."""
     return Baseline(
         row.map,
-        _mean(head.uniform_error for head in heads),
-        _mean(head.uniform_total_variation for head in heads),
-        _existing((head.uniform_kl for head in heads), _mean),
+        fmean(head.uniform_error for head in heads),
+        fmean(head.uniform_total_variation for head in heads),
+        _existing((head.uniform_kl for head in heads), fmean),
         row.embedding_cosine,
         row.token_cosine,
     )
@@ -274,7 +274,7 @@ def _limits(rows: Iterable[AuditRow]) -> tuple[Limit, ...]:
         if isinstance(row, RankRow):
             found.setdefault(row.rank, []).append(row)
     return tuple(
-        Limit(rank, found[rank][0].state_numbers, _mean(row.error for row in found[rank])) for rank in sorted(found)
+        Limit(rank, found[rank][0].state_numbers, fmean(row.error for row in found[rank])) for rank in sorted(found)
     )
 
 
@@ -284,7 +284,7 @@ def _by_head(header: Header, heads: list[HeadRow], value: Callable[[HeadRow], fl
     for row in heads:
         found.setdefault((row.layer, row.head), []).append(value(row))
     widths = [1 + max(head for at, head in found if at == layer) for layer in range(header.num_layers)]
-    return tuple(tuple(_mean(found[layer, head]) for head in range(width)) for layer, width in enumerate(widths))
+    return tuple(tuple(fmean(found[layer, head]) for head in range(width)) for layer, width in enumerate(widths))
 
 
 def _over(error: float, uniform_error: float) -> float:
@@ -294,18 +294,12 @@ def _over(error: float, uniform_error: float) -> float:
     return error / uniform_error
 
 
-def _mean(values: Iterable[float]) -> float:
-    """Arithmetic mean, infinities included."""
-    collected = list(values)
-    return sum(collected) / len(collected)
-
-
 def _mean_and_spread(values: list[float]) -> MeanAndSpread:
     """Mean and standard deviation over draws."""
-    mean = _mean(values)
+    mean = fmean(values)
     if len(values) < 2 or not math.isfinite(mean):
         return MeanAndSpread(mean)
-    return MeanAndSpread(mean, statistics.stdev(values))
+    return MeanAndSpread(mean, stdev(values))
 
 
 def _existing(values: Iterable[float | None], summed_up: Callable[[list[float]], float]) -> float | None:

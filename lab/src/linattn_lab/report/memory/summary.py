@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from linattn_lab.kv_audit.intervals import Ratio, paired_ratio
 from linattn_lab.kv_audit.names import BOUNDED, FACTS, FULL, NO_BUDGET, UNIFORM, WINDOW
@@ -190,18 +190,18 @@ def _line(place: tuple[int, int, str], rows: Sequence[MemoryRow]) -> MemoryLine:
         peak_bytes=max(row.peak_bytes for row in texts),
         prefill_seconds=Spread.of([row.prefill_seconds for row in texts]),
         tokens_per_second=Spread.of([row.tokens_per_second for row in texts]),
-        kl=_mean([row.kl for row in texts]),
-        kl_median=_mean([row.kl_median for row in texts]),
-        kl_high=_mean([row.kl_high for row in texts]),
+        kl=fmean([row.kl for row in texts]),
+        kl_median=fmean([row.kl_median for row in texts]),
+        kl_high=fmean([row.kl_high for row in texts]),
         kl_largest=max(row.kl_largest for row in texts),
-        kl_by_text={kind: _mean([row.kl for row in texts if row.text == kind]) for kind in {r.text: 0 for r in texts}},
+        kl_by_text={kind: fmean([row.kl for row in texts if row.text == kind]) for kind in {r.text: 0 for r in texts}},
         kl_ratio=_ratio(texts, rows),
-        perplexity=math.exp(_mean([math.log(row.perplexity) for row in texts])),
-        same=_mean([row.same for row in texts]),
-        parted=_mean([row.parted for row in texts]),
-        agreement=_mean([row.agreement for row in texts]),
-        facts={depth: _mean(hits) for depth, hits in facts.items()},
-        tasks={name: _mean(scores) for name, scores in tasks.items()},
+        perplexity=math.exp(fmean([math.log(row.perplexity) for row in texts])),
+        same=fmean([row.same for row in texts]),
+        parted=fmean([row.parted for row in texts]),
+        agreement=fmean([row.agreement for row in texts]),
+        facts={depth: fmean(hits) for depth, hits in facts.items()},
+        tasks={name: fmean(scores) for name, scores in tasks.items()},
     )
 
 
@@ -226,9 +226,4 @@ def _unanswered(rows: Sequence[MemoryRow]) -> dict[str, float]:
     for row in tasks:
         if (row.task, row.num_tokens) not in scored:
             alone.setdefault(f"{row.task} at {row.num_tokens:,}", []).append(row.score)
-    return {place: _mean(scores) for place, scores in alone.items()}
-
-
-def _mean(values: Sequence[float]) -> float:
-    """Arithmetic mean of at least one value."""
-    return sum(values) / len(values)
+    return {place: fmean(scores) for place, scores in alone.items()}

@@ -96,7 +96,7 @@ def setting_words(summary: MemorySummary) -> str:
         "bytes of the bounded layers; peak MB: with the most that one more chunk allocates. KL: divergence of the last "
         f"{header.num_measured} predictions from the full cache's, in nats: mean, median, 99th percentile, largest. "
         "The full cache is read again in chunks of another length as a control. ÷ bounded cache: KL ÷ the default's, "
-        "geometric mean over passages with a 95 % bootstrap interval. Same token: how often the likeliest token is "
+        "geometric mean over passages with Student's 95 % interval. Same token: how often the likeliest token is "
         f"the full cache's. Tokens alike: of {header.num_written} greedy tokens, those before the first that differs. "
         "Times: medians over passages, and their range."
     )
@@ -111,13 +111,13 @@ def nats(kl: float) -> str:
 
 
 def ratio_words(ratio: Ratio) -> str:
-    """A ratio with its interval.
+    """A ratio with its interval, where it has one.
 
     Example:
         >>> ratio_words(Ratio(2.0, 1.5, 2.5))
         '2.00 × (1.50 to 2.50)'
     """
-    return f"{ratio.mean:.2f} × ({ratio.low:.2f} to {ratio.high:.2f})"
+    return f"{ratio.mean:.2f} ×" + ("" if ratio.low is None else f" ({ratio.low:.2f} to {ratio.high:.2f})")
 
 
 def _row(line: MemoryLine, depths: list[str], tasks: list[str]) -> tuple[str, ...]:
