@@ -31,6 +31,13 @@ FAULTS = (
         "lab/tests/commands/test_memory_audit.py",
     ),
     Fault(
+        "write a number otherwise than it was told",
+        "lab/kv_audit/facts.py",
+        'lines = [encoded(loaded, f"{cue}{answer}.")',
+        'lines = [torch.cat((encoded(loaded, cue), encoded(loaded, f"{answer}.")))',
+        RETRIEVAL,
+    ),
+    Fault(
         "measure the divergence the other way round",
         "lab/kv_audit/divergence.py",
         "(p.exp() * (p - other))",

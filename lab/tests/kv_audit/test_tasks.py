@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from linattn_lab.kv_audit.facts import DEPTHS, facts
 from linattn_lab.kv_audit.passages import TokenText
@@ -49,6 +53,45 @@ def test_hits(told):
     assert told.hits(logs.roll(1, 1)) == [0.0] * len(told.questions)
     logs[0] = logs[0].roll(1)
     assert told.hits(logs) == [pytest.approx(0.8)] + [1.0] * (len(told.questions) - 1)
+
+
+def spaced_numbers():
+    """A tokenizer that joins a number to the space before it, as GPT-2's."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator([" ".join(map(str, range(10000, 99999, 77)))], trainer)
+    return made
+
+
+def space_before_each_text():
+    """A tokenizer that begins each text with a space, as Llama 2's."""
+    made = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("_"), normalizers.Replace(" ", "_")])
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.train_from_iterator([LETTERS], trainers.WordLevelTrainer(special_tokens=["?"], show_progress=False))
+    return made
+
+
+LETTERS = "".join(map(chr, range(32, 127))) + "\n"
+
+
+@pytest.mark.parametrize("made", [spaced_numbers, space_before_each_text])
+def test_a_question_and_its_answer_are_the_tokens_that_were_told(made, words):
+    """With any tokenizer: else a model that copies would be wrong, and the task never scored."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made())
+    loaded = SimpleNamespace(tokenizer=tokenizer)
+    text = TokenText.of(loaded, words)
+    asked = facts(loaded, text, 2000, 0, 1, 2)
+    tokens = asked.tokens[0].tolist()
+    for one in asked.questions:
+        assert len(re.sub(r"\D", "", tokenizer.decode(tokens[one.start : one.stop]))) == 5
+        # The answer with the word before it.
+        before = tokens[one.start - 3 : one.stop]
+        places = [n for n in range(len(tokens)) if tokens[n : n + len(before)] == before]
+        assert places[-1] == one.start - 3
+        assert len(places) == 2
 
 
 def test_other_samples_tell_other_numbers(tiny, words):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from linattn.hf import LoadedModel
 from linattn_lab.kv_audit.passages import TokenText, encoded
+from linattn_lab.kv_audit.reading import same_beginning
 
 DEPTHS = (0.1, 0.5, 0.9)
 """Where facts are told, as shares of the text."""
@@ -61,17 +62,24 @@ def facts(loaded: LoadedModel, text: TokenText, num_tokens: int, start: int, see
     depths = [depth + _SPREAD * (i / count - 0.5) for depth in DEPTHS for i in range(count)]
     told = [encoded(loaded, f"\nThe number of the {thing} is {numbers[thing]}.\n") for thing in things]
     asked = torch.randperm(len(things), generator=draw).tolist()
-    asking = [encoded(loaded, f"\nThe number of the {things[place]} is ") for place in asked]
-    answers = [encoded(loaded, f"{numbers[things[place]]}.") for place in asked]
-    size = num_tokens - len(text.opening) - sum(map(len, (*told, *asking, *answers)))
+    cues = [f"\nThe number of the {things[place]} is " for place in asked]
+    answers = [numbers[things[place]] for place in asked]
+    # Question and answer in one: by themselves some tokenizers write a number otherwise than it was told.
+    lines = [encoded(loaded, f"{cue}{answer}.") for cue, answer in zip(cues, answers, strict=True)]
+    size = num_tokens - len(text.opening) - sum(map(len, (*told, *lines)))
     parts = [text.opening, *_between(text.filler(start, size), depths, told)]
     position, questions = sum(map(len, parts)), []
-    for place, cue, answer in zip(asked, asking, answers, strict=True):
-        begin = position + len(cue)
-        questions.append(Question(begin, begin + len(answer) - 1, DEPTHS[place // count]))
-        parts += [cue, answer]
-        position = begin + len(answer)
-    return Facts(torch.cat(parts).unsqueeze(0), tuple(questions))
+    for place, cue, answer, line in zip(asked, cues, answers, lines, strict=True):
+        begin, stop = (_shared(line, encoded(loaded, words)) for words in (cue, cue + answer))
+        questions.append(Question(position + begin, position + max(stop, begin + 1), DEPTHS[place // count]))
+        position += len(line)
+    return Facts(torch.cat((*parts, *lines)).unsqueeze(0), tuple(questions))
+
+
+def _shared(first: Tensor, second: Tensor) -> int:
+    """How many tokens two texts (n,) begin with that are the same."""
+    most = min(len(first), len(second))
+    return same_beginning(first[:most], second[:most])
 
 
 def _between(filler: Tensor, depths: Sequence[float], told: Sequence[Tensor]) -> list[Tensor]:
