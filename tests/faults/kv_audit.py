@@ -38,6 +38,13 @@ FAULTS = (
         RETRIEVAL,
     ),
     Fault(
+        "count the token that the text gives among those that take a step",
+        "lab/kv_audit/passage_figures.py",
+        "(NUM_WRITTEN - 1) / writing.seconds",
+        "NUM_WRITTEN / writing.seconds",
+        MEASURING,
+    ),
+    Fault(
         "measure the divergence the other way round",
         "lab/kv_audit/divergence.py",
         "(p.exp() * (p - other))",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from linattn.hf import BoundedCache, intercept, new_cache
 from linattn.kv_cache import MergedKV
 from linattn.kv_cache.budget import kept_bytes
 from linattn.records.texts import Text
-from linattn_lab.kv_audit import passage_figures
+from linattn_lab.kv_audit import passage_figures, reading
 from linattn_lab.kv_audit.measuring import MemoryAudit
 from linattn_lab.kv_audit.methods import KINDS, Bounded, largest, methods
 from linattn_lab.kv_audit.names import BOUNDED, FACTS, FULL, UNIFORM
@@ -117,6 +118,20 @@ def test_bytes_and_what_fits_are_the_cache_s_own(tiny, rows, unprofiled):
     assert bounded.peak_bytes == bounded.num_bytes + unprofiled
     assert bounded.prefill_seconds > 0
     assert bounded.tokens_per_second > 0
+
+
+def test_a_token_takes_a_step(tiny, words, monkeypatch):
+    """By a clock that every call of the model advances; the first token written comes of the text's last call."""
+    loaded, calls = tiny("hybrid"), []
+    audit = MemoryAudit(loaded, {"letters": words}, [BUDGET], **ASKED | {"tasks": ()})
+    monkeypatch.setattr(reading, "time", SimpleNamespace(perf_counter=lambda: float(len(calls))))
+    handle = loaded.model.register_forward_hook(lambda *_: calls.append(None))
+    try:
+        found = list(audit.rows())
+    finally:
+        handle.remove()
+    assert {one.tokens_per_second for one in found} == {1.0}
+    assert {one.prefill_seconds for one in found} == {3.0}
 
 
 def test_the_greedy_text_is_that_of_generate(tiny, words, rows):

@@ -64,7 +64,7 @@ class Passage:
             "unmerged": unmerged,
             "peak_bytes": num_bytes + allocated,
             "prefill_seconds": reading.seconds,
-            "tokens_per_second": NUM_WRITTEN / writing.seconds,
+            "tokens_per_second": (NUM_WRITTEN - 1) / writing.seconds,
             "kl": spread.mean,
             "kl_median": spread.median,
             "kl_high": spread.high,

@@ -22,7 +22,7 @@ class Writing(NamedTuple):
     """What a model writes."""
 
     tokens: Tensor  # (n,), each the likeliest
-    seconds: float  # of writing them
+    seconds: float  # of writing all but the first, which the text gives
 
 
 def read(model: PreTrainedModel, tokens: Tensor, cache: Cache, *, last: int, chunk: int) -> Reading:
