@@ -11,6 +11,7 @@ import pytest
 
 from linattn_lab.audit.records import AUDIT, Header, HeadRow, ModelRow, RankRow
 from linattn_lab.report import Report, write_page
+from linattn_lab.report import write_report
 from linattn_lab.report.audit.advice import advise
 from linattn_lab.report.audit.frontier import family, least
 from linattn_lab.report.audit.summary import summarise_audit
@@ -246,6 +247,18 @@ def test_tables(summary):
     assert heads(summary).rows[4][-2:] == ("–", "no better")
     for content in (table, end_to_end(summary), heads(summary)):
         assert {len(row) for row in content.rows} == {len(content.columns)}
+
+
+def test_averaging_may_be_exact(tmp_path):
+    """Of a model whose values are all alike, as those of pruned layers: there every error is 0."""
+    rows = [*BASELINES, *rows_of("FavorPlus", 8, [0.0], [1.0], uniform=0.0)]
+    AUDIT.write(tmp_path / "audit.jsonl", HEADER, rows)
+    found = summarise_audit(tmp_path / "audit.jsonl")
+    for table in (overview(found), heads(found)):
+        places = [table.columns.index(name) for name in ("error", "error / averaging")]
+        assert [[row[place] for place in places] for row in table.rows] == [["0.00", "1.00"]] * 3
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "could not be read" not in page
 
 
 def test_a_file_with_rows_missing(tmp_path):

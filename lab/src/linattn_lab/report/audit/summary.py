@@ -85,7 +85,7 @@ class Line:
     @property
     def ratio(self) -> float:
         """Mean error over that of averaging uniformly."""
-        return _over(self.error.mean, self.uniform_error)
+        return over(self.error.mean, self.uniform_error)
 
     @property
     def verdict(self) -> str:
@@ -93,7 +93,7 @@ class Line:
 
         "better", "hardly better" or "no better" than averaging.
         """
-        worst = self.ratio + _over(self.error.spread or 0.0, self.uniform_error)
+        worst = self.ratio + over(self.error.spread or 0.0, self.uniform_error)
         if not worst < 1:
             return "no better"
         return "better" if self.ratio < 1 - SMALL_GAIN else "hardly better"
@@ -244,7 +244,7 @@ def _line(header: Header, heads: list[HeadRow], models: list[ModelRow], times: T
         predicted_ratio=_existing((row.predicted_ratio for row in heads), median),
         embedding_cosine=_mean_and_spread([row.embedding_cosine for row in models]),
         token_cosine=_mean_and_spread([row.token_cosine for row in models]),
-        head_ratios=_by_head(header, heads, lambda row: _over(row.error, row.uniform_error)),
+        head_ratios=_by_head(header, heads, lambda row: over(row.error, row.uniform_error)),
         time_ratio=times.ratios.get((label, features)),
         crossover=times.crossovers.get((label, features)),
     )
@@ -287,7 +287,7 @@ def _by_head(header: Header, heads: list[HeadRow], value: Callable[[HeadRow], fl
     return tuple(tuple(fmean(found[layer, head]) for head in range(width)) for layer, width in enumerate(widths))
 
 
-def _over(error: float, uniform_error: float) -> float:
+def over(error: float, uniform_error: float) -> float:
     """Error over that of averaging; where averaging is exact, 1 if the error is 0 too and infinity if not."""
     if uniform_error == 0:
         return math.inf if error else 1.0

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from linattn.records.tables import Table
 from linattn_lab.crossover import Crossover
 from linattn_lab.report._text import number
-from linattn_lab.report.audit.summary import AuditSummary, MeanAndSpread
+from linattn_lab.report.audit.summary import AuditSummary, MeanAndSpread, over
 
 _BASELINES = ("softmax, exact", "averaging the values")
 
@@ -22,7 +22,7 @@ def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
         {
             "method": name,
             "error": number(row.error),
-            "error / averaging": number(row.error / uniform.error),
+            "error / averaging": number(over(row.error, uniform.error)),
             "heads better": better,
             "cosine": number(row.embedding_cosine, 3),
             **costs,
@@ -78,7 +78,7 @@ def heads(summary: AuditSummary) -> Table:
         {
             "method": name,
             "error": number(row.error),
-            "error / averaging": number(row.error / uniform.error),
+            "error / averaging": number(over(row.error, uniform.error)),
             "total variation": number(row.total_variation),
             "KL (nats)": _optional(row.kl),
         }
