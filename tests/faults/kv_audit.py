@@ -45,6 +45,13 @@ FAULTS = (
         MEASURING,
     ),
     Fault(
+        "tell tasks of an unfinished audit as failed",
+        REPORT + "summary.py",
+        " if fmean(scores) < ENOUGH}",
+        "}",
+        SHOWN,
+    ),
+    Fault(
         "measure the divergence the other way round",
         "lab/kv_audit/divergence.py",
         "(p.exp() * (p - other))",

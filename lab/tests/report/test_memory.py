@@ -136,6 +136,13 @@ def test_a_task_that_the_full_cache_fails_is_told_and_not_shown(summary):
     assert "vt" not in table_at(summary, 600, 64).columns
 
 
+def test_a_task_whose_other_methods_are_still_to_come_is_not_told_as_failed(tmp_path):
+    MEMORY.write(tmp_path / "memory.jsonl", MEMORY_HEADER, ROWS[:10])
+    found = summarise_memory(tmp_path / "memory.jsonl")
+    assert found.unanswered == {"vt at 600": 0.4}
+    assert "facts at 600" not in setting_words(found)
+
+
 def test_table_has_baselines_first_and_the_least_divergence_next(summary):
     table = table_at(summary, 600, 64)
     assert [row[0].partition(":")[0] for row in table.rows] == [

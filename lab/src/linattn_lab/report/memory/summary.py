@@ -12,6 +12,7 @@ from statistics import fmean, median
 from linattn_lab.kv_audit.intervals import Ratio, paired_ratio
 from linattn_lab.kv_audit.names import BOUNDED, FACTS, FULL, NO_BUDGET, UNIFORM, WINDOW
 from linattn_lab.kv_audit.records import MEMORY, MemoryHeader, MemoryRow, PassageRow, TaskRow
+from linattn_lab.kv_audit.ruler import ENOUGH
 from linattn_lab.report.memory.continuation import Continuation, continuations
 
 _BASELINES = (FULL, UNIFORM)
@@ -219,11 +220,9 @@ def _ratio(texts: Sequence[PassageRow], rows: Sequence[MemoryRow]) -> Ratio | No
 
 
 def _unanswered(rows: Sequence[MemoryRow]) -> dict[str, float]:
-    """Tasks that no other method has a row of, and the full cache's score."""
-    tasks = [row for row in rows if isinstance(row, TaskRow)]
-    scored = {(row.task, row.num_tokens) for row in tasks if row.method != FULL}
-    alone: dict[str, list[float]] = {}
-    for row in tasks:
-        if (row.task, row.num_tokens) not in scored:
-            alone.setdefault(f"{row.task} at {row.num_tokens:,}", []).append(row.score)
-    return {place: fmean(scores) for place, scores in alone.items()}
+    """Tasks that the full cache does not answer, and its score."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if isinstance(row, TaskRow) and row.method == FULL:
+            found.setdefault(f"{row.task} at {row.num_tokens:,}", []).append(row.score)
+    return {place: fmean(scores) for place, scores in found.items() if fmean(scores) < ENOUGH}
