@@ -113,7 +113,8 @@ def test_other_weights_in_the_folder_are_another_model(run, model, tmp_path):
     finally:
         file.write_bytes(former)
     before, after = (
-        [row.perplexity for row in MEMORY.read(tmp_path / "out" / f"memory{number}.jsonl")[1]] for number in (".1", ".2")
+        [row.perplexity for row in MEMORY.read(tmp_path / "out" / f"memory{number}.jsonl")[1]]
+        for number in (".1", ".2")
     )
     assert before[0] != after[0]
     assert run(*words).exit_code == 0

@@ -48,6 +48,7 @@ def test_tails_are_quantiles():
 
 def test_texts_have_parted_once_they_differ():
     assert same_beginning(torch.tensor([3, 1, 4, 1]), torch.tensor([3, 1, 5, 1])) == 2
+    assert same_beginning(torch.tensor([3, 1, 4]), torch.tensor([3, 1])) == 2
 
 
 def test_a_paired_interval_does_not_see_what_passages_share():

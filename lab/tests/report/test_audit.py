@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from linattn_lab.audit.records import AUDIT, Header, HeadRow, ModelRow, RankRow
-from linattn_lab.report import Report, write_page
-from linattn_lab.report import write_report
+from linattn_lab.report import Report, write_page, write_report
 from linattn_lab.report.audit.advice import advise
 from linattn_lab.report.audit.frontier import family, least
 from linattn_lab.report.audit.summary import summarise_audit

@@ -90,9 +90,7 @@ def _grid(asked: Asked) -> AuditGrid:
     if features is None:
         features = "64,256" if is_full else "256"
     widths = whole_numbers(features, "--features", "64,256")
-    draws = asked.draws
-    if draws is None:
-        draws = 3 if is_full else 1
+    draws = (3 if is_full else 1) if asked.draws is None else asked.draws
     return AuditGrid(methods, widths, draws, asked.seed, are_ranked=is_full)
 
 

@@ -86,8 +86,6 @@ def _begun(asked: Asked, watch: Stages) -> tuple[LoadedModel, MemoryAudit]:
         raise ValueError("--budget is for causal language models; name one, as in linattn audit gemma-3-270m")
     budgets = whole_numbers(asked.budget, "--budget", "256,512,1024")
     lengths = None if asked.tokens is None else whole_numbers(asked.tokens, "--tokens", "4096,8192")
-    if budgets[0] < 1:
-        raise ValueError(f"budget must be 1 key or more, got {budgets[0]}")
     if asked.calibration is not None and asked.plan_out is None:
         raise ValueError("--calibration belongs to a plan; give --plan-out too, as in --plan-out plan.json")
     if asked.text is not None and asked.text_kinds:

@@ -14,10 +14,9 @@ from linattn_lab.circumstances import processor, versions
 from linattn_lab.experiments import EXPERIMENTS
 from linattn_lab.experiments.experiment import Experiment, FigureRow, Measurement
 from linattn_lab.experiments.records import ClaimsHeader, Decision, Record, Setting
+from linattn_lab.pace import Silent
 
-
-def _silent(name: str) -> None:
-    """Nobody is told."""
+_SILENT = Silent()
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Reproduction:
             name: sum((name, one.series, one.x) not in taken for one in self._measurements(name)) for name in self.names
         }
 
-    def records(self, kept: Sequence[Record], announce: Callable[[str], None] = _silent) -> Iterator[Record]:
+    def records(self, kept: Sequence[Record], announce: Callable[[str], None] = _SILENT.begin) -> Iterator[Record]:
         """Figures that are missing, as they are taken, and after the last of a claim its verdict."""
         decided = {record.claim for record in kept if isinstance(record, Decision)}
         for name in self.names:

@@ -70,16 +70,10 @@ def facts(loaded: LoadedModel, text: TokenText, num_tokens: int, start: int, see
     parts = [text.opening, *_between(text.filler(start, size), depths, told)]
     position, questions = sum(map(len, parts)), []
     for place, cue, answer, line in zip(asked, cues, answers, lines, strict=True):
-        begin, stop = (_shared(line, encoded(loaded, words)) for words in (cue, cue + answer))
+        begin, stop = (same_beginning(line, encoded(loaded, words)) for words in (cue, cue + answer))
         questions.append(Question(position + begin, position + max(stop, begin + 1), DEPTHS[place // count]))
         position += len(line)
     return Facts(torch.cat((*parts, *lines)).unsqueeze(0), tuple(questions))
-
-
-def _shared(first: Tensor, second: Tensor) -> int:
-    """How many tokens two texts (n,) begin with that are the same."""
-    most = min(len(first), len(second))
-    return same_beginning(first[:most], second[:most])
 
 
 def _between(filler: Tensor, depths: Sequence[float], told: Sequence[Tensor]) -> list[Tensor]:

@@ -6,9 +6,8 @@ are compared with those of the full cache on the same text. Nothing is fitted be
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -131,19 +130,15 @@ class MemoryAudit:
         scores = {key_of(row): row.score for row in earlier if isinstance(row, TaskRow)}
         yield from in_rounds(self._units(set(map(key_of, earlier)), scores, watch), watch)
 
-    @property
+    @cached_property
     def _seconds(self) -> tuple[float, float]:
         """Seconds of a token of a prompt, and of a step."""
-        if not hasattr(self, "_measured_seconds"):
-            kind, _, length, start = self._places[0]
-            tokens, model = self._texts[kind].passage(start, min(length, _TRIED)), self._loaded.model
-            memory = self.methods[0].cache(model)
-            read(model, tokens, memory, last=1, chunk=self.header.chunk)
-            begin = time.perf_counter()
-            reading = read(model, tokens, memory, last=1, chunk=self.header.chunk)
-            steps = write(model, reading.logs[-1], memory, 5).seconds / 4
-            self._measured_seconds = ((time.perf_counter() - begin) / tokens.shape[1], steps)
-        return self._measured_seconds
+        kind, _, length, start = self._places[0]
+        tokens, model = self._texts[kind].passage(start, min(length, _TRIED)), self._loaded.model
+        memory = self.methods[0].cache(model)
+        read(model, tokens, memory, last=1, chunk=self.header.chunk)
+        reading = read(model, tokens, memory, last=1, chunk=self.header.chunk)
+        return reading.seconds / tokens.shape[1], write(model, reading.logs[-1], memory, 5).seconds / 4
 
     def _units(self, done: set[Key], scores: dict[Key, float], watch: Watch) -> Iterator[Unit[MemoryRow]]:
         """Every row that is not done; passages one at a time, since times are taken."""

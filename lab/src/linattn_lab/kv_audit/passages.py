@@ -23,8 +23,7 @@ class TokenText(NamedTuple):
     @classmethod
     def of(cls, loaded: LoadedModel, text: Text) -> TokenText:
         """All of a text."""
-        opening = encoded(loaded, "", special=True)
-        return cls(opening, encoded(loaded, text.content))
+        return cls(encoded(loaded, "", special=True), encoded(loaded, text.content))
 
     def passage(self, start: int, num_tokens: int) -> Tensor:
         """So many tokens (1, L) from a place on, the opening included."""

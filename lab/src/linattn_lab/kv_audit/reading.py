@@ -49,8 +49,9 @@ def write(model: PreTrainedModel, first: Tensor, cache: Cache, count: int) -> Wr
 
 
 def same_beginning(first: Tensor, second: Tensor) -> int:
-    """How many tokens two texts (n,) have in common before they part."""
-    return int((first == second).long().cumprod(0).sum())
+    """How many tokens two texts have in common before they part."""
+    most = min(len(first), len(second))
+    return int((first[:most] == second[:most]).long().cumprod(0).sum())
 
 
 def _logits(model: PreTrainedModel, tokens: Tensor, cache: Cache, count: int) -> Tensor:

@@ -12,16 +12,13 @@ from linattn_lab.report.claims.summary import ClaimsSummary
 
 def answers(audit: AuditSummary | None, claims: ClaimsSummary | None, bench: BenchSummary | None) -> tuple[Point, ...]:
     """Should I linearize this model, does it pay on longer texts, how fast is it elsewhere, and do the claims hold."""
+    question = "Should I linearize this model?"
+    of_model = (Point(question, _missing("audit")),) if audit is None else (verdict(audit), longer(audit))
     return (
-        *((Point("Should I linearize this model?", _missing("audit")),) if audit is None else _of_model(audit)),
+        *of_model,
         Point("How fast is it on other shapes?", _speed(bench)),
         Point("Do the claims hold?", _claims(claims)),
     )
-
-
-def _of_model(audit: AuditSummary) -> tuple[Point, Point]:
-    """At the length of the audit and at others."""
-    return verdict(audit), longer(audit)
 
 
 def _speed(bench: BenchSummary | None) -> str:

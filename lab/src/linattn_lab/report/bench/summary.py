@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import linear_regression
+from statistics import linear_regression, median
 
 from linattn.methods.costs import exact_state_numbers
 from linattn.records.tables import Table
@@ -54,12 +54,12 @@ def summarise_bench(path: Path) -> BenchSummary:
     seconds = [second for row in rows for second in (*row.linear_seconds, *(row.exact_seconds or ()))]
     if not all(math.isfinite(second) and second > 0 for second in seconds):
         raise ValueError(f"{path} is damaged: a call took no time, or no finite one; measure again")
-    both = [(row.length, _median(row.linear_seconds), _median(row.exact_seconds)) for row in rows if row.exact_seconds]
+    both = [(row.length, median(row.linear_seconds), median(row.exact_seconds)) for row in rows if row.exact_seconds]
     return BenchSummary(
         header=header,
         rows=tuple(rows),
         crossover=find_crossover(both),
-        linear_slope=slope([(row.length, _median(row.linear_seconds)) for row in rows]),
+        linear_slope=slope([(row.length, median(row.linear_seconds)) for row in rows]),
         exact_slope=slope([(length, exact) for length, _, exact in both]),
     )
 
@@ -109,8 +109,8 @@ def length_table(summary: BenchSummary, *, spreads: bool = True) -> Table:
 
 def _cells(header: BenchHeader, row: LengthRow, *, spreads: bool) -> tuple[str, ...]:
     """One length's texts."""
-    linear = _median(row.linear_seconds)
-    faster = _MISSING if row.exact_seconds is None else _short(_median(row.exact_seconds) / linear)
+    linear = median(row.linear_seconds)
+    faster = _MISSING if row.exact_seconds is None else _short(median(row.exact_seconds) / linear)
     return (
         f"{row.length:,}",
         _milliseconds(row.linear_seconds, spreads=spreads),
@@ -188,8 +188,3 @@ def _short(value: float) -> str:
     """Three digits or so."""
     digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
     return f"{value:,.{digits}f}"
-
-
-def _median(samples: list[float]) -> float:
-    """The middle sample."""
-    return spread(samples)["median"]
