@@ -8,6 +8,13 @@ BLOCKED = "attention/backends/blocked/"
 
 FAULTS = (
     Fault(
+        "write over an interrupted benchmark of other settings",
+        "lab/bench/records.py",
+        "repr(header).encode()",
+        "header.map.encode()",
+        "lab/tests/commands/test_bench.py",
+    ),
+    Fault(
         "take interrupts that a shell has ignored",
         "processes/signals.py",
         " or not callable(before):",

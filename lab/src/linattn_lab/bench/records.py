@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,6 +96,7 @@ class LengthRow:
 BENCH: Form[BenchHeader, LengthRow] = Form("a benchmark", BenchHeader, {"length": LengthRow})
 
 
-def partial_path(path: Path) -> Path:
-    """Where the rows of an unfinished benchmark wait: beside its file."""
-    return path.with_suffix(f".partial{path.suffix}")
+def partial_path(path: Path, header: BenchHeader) -> Path:
+    """Where the rows of an unfinished benchmark wait: beside its file, those of other settings beside them."""
+    digest = hashlib.sha256(repr(header).encode()).hexdigest()[:8]
+    return path.with_suffix(f".partial-{digest}{path.suffix}")

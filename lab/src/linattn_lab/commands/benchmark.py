@@ -25,10 +25,10 @@ _WIDE = 112  # From this many columns on the table has room for fastest and slow
 
 def benchmark(settings: Settings, out: Path) -> None:
     """Write bench.jsonl and the page, and print the figures."""
-    console = Console()
-    records = out / "bench.jsonl"
-    with ending(console, lambda: _what_is_left(partial_path(records))), locked(out):
-        _measure(Bench(settings), records, console)
+    console, measured, records = Console(), Bench(settings), out / "bench.jsonl"
+    partial = partial_path(records, measured.header)
+    with ending(console, lambda: _what_is_left(partial)), locked(out):
+        _measure(measured, records, partial, console)
         summary = summarise_bench(records)
         page = write_report(out)
     print_table(console, length_table(summary, spreads=console.width >= _WIDE))
@@ -37,16 +37,13 @@ def benchmark(settings: Settings, out: Path) -> None:
     console.print(f"Written: {escape(str(records))} and {escape(str(page))}", highlight=False)
 
 
-def _measure(measured: Bench, records: Path, console: Console) -> None:
+def _measure(measured: Bench, records: Path, partial: Path, console: Console) -> None:
     """Write the benchmark's file, going on from what an interrupted run of the same settings has left."""
-    partial = partial_path(records)
     found = BENCH.unfinished(partial)
     kept = found[1] if found is not None and found[0] == measured.header else []
     if kept:
         lengths = ", ".join(f"{row.length:,}" for row in kept)
         console.print(f"Measured before the interrupt, and kept: {lengths} tokens.", highlight=False)
-    elif partial.exists():
-        console.print("An earlier run measured with other settings; starting again.", highlight=False)
     BENCH.extend(partial, measured.header, kept, _shown(measured, kept, console))
     former = BENCH.unfinished(records)
     if records.exists() and (former is None or former[0] != measured.header):
