@@ -8,6 +8,13 @@ BLOCKED = "attention/backends/blocked/"
 
 FAULTS = (
     Fault(
+        "end where a terminal cannot encode a letter",
+        "cli/__init__.py",
+        'errors="backslashreplace"',
+        'errors="strict"',
+        "lab/tests/commands/test_imports.py",
+    ),
+    Fault(
         "write over an interrupted benchmark of other settings",
         "lab/bench/records.py",
         "repr(header).encode()",

@@ -27,6 +27,16 @@ def test_a_subcommand_imports_what_it_needs_and_no_more(run_program, tmp_path, w
     assert not (HF | TRAINING) & loaded
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_what_a_terminal_cannot_encode_is_escaped(run_program, encoding):
+    """Else a table that took minutes to measure would end in an error."""
+    program = "import sys; sys.stdout.reconfigure(encoding=sys.argv.pop(1), errors='strict')"
+    done = run_program(f"{program}; from linattn.cli import main; main()", encoding, "reproduce", "--list")
+    assert done.returncode == 0, done.stderr
+    # The claim of theorem 4 has a Θ.
+    assert ("m = \\u0398(d" in done.stdout) == (encoding != "utf-8")
+
+
 def test_a_package_that_is_missing_is_named_by_the_subcommand_that_needs_it(run_program):
     program = "import sys; sys.modules['transformers'] = None; from linattn.cli import main; main()"
     done = run_program(program, "audit")

@@ -3,6 +3,7 @@
 import os
 import sys
 from importlib.util import find_spec
+from io import TextIOWrapper
 
 # By every subcommand; linattn.hf and linattn.convert say what else theirs need.
 _NEEDED = ("typer", "rich", "pydantic", "filelock")
@@ -15,6 +16,8 @@ def main() -> None:
     # Streams that the caller has closed, as by <&- in a shell, are None, which click and rich do not take.
     sys.stdin = sys.stdin or os.fdopen(os.open(os.devnull, os.O_RDONLY))
     sys.stdout, sys.stderr = (x or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w") for x in (sys.stdout, sys.stderr))
+    if isinstance(sys.stdout, TextIOWrapper):  # What its encoding lacks is escaped, as on the standard error.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         # Only here, so that a missing package ends in the sentence above and not in a traceback.
         from linattn.cli.app import app

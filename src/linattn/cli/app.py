@@ -38,9 +38,7 @@ class Subcommand(NamedTuple):
 @cache
 def subcommands() -> dict[str, Subcommand]:
     """The subcommands of the library and of installed distributions, by name, in alphabetical order."""
-    packages = {__package__: COMMANDS}
-    for entry in entry_points(group=GROUP):
-        packages[entry.module] = entry.load()
+    packages = {__package__: COMMANDS} | {entry.module: entry.load() for entry in entry_points(group=GROUP)}
     every = {
         name: Subcommand(words, f"{package}.{name}")
         for package, commands in packages.items()

@@ -45,8 +45,7 @@ def print_table(console: Console, content: Table) -> None:
     table = RichTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(content.columns[0], overflow="fold")
     for column in content.columns[1:]:
-        first, _, last = column.rpartition(" ")
-        table.add_column(f"{first}\n{last}".strip(), justify="right", no_wrap=True)
+        table.add_column("\n".join(column.rsplit(" ", 1)), justify="right", no_wrap=True)
     for number, row in enumerate(content.rows, start=1):
         table.add_row(*map(escape, row), end_section=number == content.baselines)
     console.print(table)

@@ -55,14 +55,10 @@ def _code() -> str:
 
 def _mixed(share: tuple[float, float]) -> Text:
     """Pieces of prose and code in turn."""
-    halves = [[text[i : i + _PIECE] for i in range(0, len(text), _PIECE)] for text in _both(share)]
+    both = _part(_prose(), share), _part(_code(), share)
+    halves = [[text[i : i + _PIECE] for i in range(0, len(text), _PIECE)] for text in both]
     pieces = chain.from_iterable(zip(*halves, strict=False))
     return Text("pydoc topics and the standard library in turn", "\n\n".join(pieces))
-
-
-def _both(share: tuple[float, float]) -> tuple[str, str]:
-    """A share of prose, and of code."""
-    return _part(_prose(), share), _part(_code(), share)
 
 
 def _part(text: str, share: tuple[float, float]) -> str:
