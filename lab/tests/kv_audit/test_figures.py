@@ -32,6 +32,15 @@ def test_divergence_is_that_of_torch():
     assert float(divergence(p, p, following).kl.abs().max()) == 0.0
 
 
+def test_tokens_that_never_follow_add_nothing():
+    """Models mask what pads their vocabulary by a logit of -inf."""
+    p, other, following = logs(1), logs(2), torch.arange(150) % 7
+    masked = [torch.nn.functional.pad(x, (0, 2), value=-torch.inf) for x in (p, other)]
+    # Float64 sums of seven terms.
+    assert (divergence(*masked, following).kl - divergence(p, other, following).kl).abs().max() < 1e-13
+    assert bool(divergence(p, p.index_fill(1, torch.tensor([3]), -torch.inf), following).kl.isinf().all())
+
+
 def test_what_rounding_leaves_below_zero_is_zero():
     p = logs(1).float()
     assert bool((divergence(p, p + 1e-7, torch.zeros(150, dtype=torch.long)).kl >= 0).all())

@@ -50,7 +50,8 @@ def divergence(exact: Tensor, approximate: Tensor, following: Tensor) -> Diverge
     """
     kl = []
     for p, other in zip(exact.split(_ROWS), approximate.split(_ROWS), strict=True):
-        kl.append((p.exp() * (p - other)).sum(-1, dtype=torch.float64))
+        # A token that neither can follow, whose logit is -inf in some models, adds nothing.
+        kl.append((p.exp() * torch.where(p == -torch.inf, 0.0, p - other)).sum(-1, dtype=torch.float64))
     loss = -approximate.gather(-1, following.unsqueeze(-1)).squeeze(-1).double()
     same = (exact.argmax(-1) == approximate.argmax(-1)).double()
     return Divergence(torch.cat(kl).clamp(min=0.0), loss, same)
