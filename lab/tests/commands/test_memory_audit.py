@@ -161,6 +161,11 @@ def test_keys_of_the_dtype(run, tmp_path):
         (("--budget", "20", "--task", "oracle"), "--task must be among facts, niah_single"),
         (("--budget", "20", "--text-kind", "prose"), "--text-kind is of the texts that come with Python"),
         (("--budget", "20", "--dtype", "half"), "--dtype must be one of float32, bfloat16; got 'half'"),
+        (
+            ("--budget", "20", "--method", BOUNDED),
+            "must be different, got bounded cache, merged keys, bounded cache",
+        ),
+        (("--budget", "20", "--task", "vt", "--task", "vt"), "--task must be different, got vt, vt; name each once"),
         (("--budget", "20", "--samples", "0"), "--samples must be at least 1, got 0"),
         ((), "belong to --budget"),
     ],

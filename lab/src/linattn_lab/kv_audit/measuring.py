@@ -238,6 +238,8 @@ def _check(loaded: LoadedModel, tasks: Sequence[str], **numbers: int) -> None:
     unknown = [task for task in tasks if task not in TASKS]
     if unknown:
         raise ValueError(f"tasks must be among {', '.join(TASKS)}; got {', '.join(unknown)}")
+    if len(set(tasks)) < len(tasks):
+        raise ValueError(f"tasks must be different, got {', '.join(tasks)}; name each once")
 
 
 def _lengths(loaded: LoadedModel, lengths: Sequence[int] | None) -> Sequence[int]:

@@ -115,7 +115,7 @@ class Method:
         return intercept(model, partial(_averaged, frozenset(names))) if self.name == UNIFORM else nullcontext()
 
 
-def methods(budgets: Iterable[int], kinds: Iterable[str], sizes: Sizes) -> tuple[list[Method], dict[str, str]]:
+def methods(budgets: Iterable[int], kinds: Sequence[str], sizes: Sizes) -> tuple[list[Method], dict[str, str]]:
     """The baselines, and every kind at every budget, in the bytes of so many exact keys, everything counted.
 
     Args:
@@ -127,6 +127,9 @@ def methods(budgets: Iterable[int], kinds: Iterable[str], sizes: Sizes) -> tuple
         The methods, and by "name at budget" why others are left out.
     """
     written = {kind: _written_form(kind) for kind in kinds if kind not in KINDS}
+    named = [written[kind].label if kind in written else kind for kind in kinds]
+    if len(set(named)) < len(named):
+        raise ValueError(f"kinds must be different, got {', '.join(named)}; name each once")
     several = [Method(FULL, "all keys, exact"), Method(UNIFORM, "mean of all values")]
     several += [Method(config.label, config.label, config=config) for config in written.values()]
     left_out: dict[str, str] = {}

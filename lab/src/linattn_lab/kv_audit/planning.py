@@ -18,7 +18,7 @@ from linattn_lab.kv_audit.divergence import divergence
 from linattn_lab.kv_audit.methods import Bounded, Maker, exact_window
 from linattn_lab.kv_audit.passage_figures import MOST_MEASURED
 from linattn_lab.kv_audit.passages import TokenText
-from linattn_lab.kv_audit.plans import Choice, Trial, choose
+from linattn_lab.kv_audit.plans import Choice, choose
 from linattn_lab.kv_audit.reading import read
 from linattn_lab.kv_audit.records import MemoryHeader
 
@@ -85,7 +85,9 @@ def plan_memory(
         labels=[kept_by(one, bounded.sizes).label for one in best.choices],
         kl=best.kl,
         window_kl=next(trial.kl for trial in trials if {one.name for one in trial.choices} == {PLAIN}),
-        trials=list(map(_record, trials)),
+        trials=[
+            TrialRecord([one.name for one in choices], [one.num_keys for one in choices], kl) for choices, kl in trials
+        ],
         weights_sha256=weights_digest(loaded.model),
     )
 
@@ -134,8 +136,3 @@ def _measured_on(loaded: LoadedModel, text: Text, num_tokens: int) -> Callable[[
             f"{apart:.1e}): no figure measured on it would be right"
         )
     return kl
-
-
-def _record(trial: Trial) -> TrialRecord:
-    """A trial as a file has it."""
-    return TrialRecord([one.name for one in trial.choices], [one.num_keys for one in trial.choices], trial.kl)
