@@ -6,6 +6,7 @@ from faults.fault import Fault
 
 WINDOWS = "tests/hf/test_sliding_windows.py"
 PROBING = "tests/hf/test_probing.py"
+WRAPPED = "tests/hf/test_wrapped_models.py"
 TEXT = "tests/hf/test_text_streaming.py"
 CAPS = "tests/hf/test_soft_caps.py"
 SINKS, SINK_LAWS = "tests/hf/test_attention_sinks.py", "tests/laws/test_sinks.py"
@@ -88,6 +89,13 @@ FAULTS = (
         "                table.clear()\n",
         "                pass\n",
         PROBING,
+    ),
+    Fault(
+        "make a probe's inputs where offloaded weights hold no numbers",
+        "hf/_probing.py",
+        '"cpu" if model.device.type == "meta" else model.device',
+        "model.device",
+        WRAPPED,
     ),
     Fault(
         "take a window for hiding nothing",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from linattn.hf import (
     linearize_,
     restore_,
     save_pretrained,
+    stream_tokens,
 )
 
 # PEFT, and older transformers, use names that newer transformers warns of.
@@ -164,6 +166,26 @@ def test_an_offloaded_model_is_linearized(method: str) -> None:
     cpu_offload(model, execution_device=torch.device("cpu"))
     linearize_(model, method=method)
     assert torch.equal(model(input_ids=IDS).logits, other(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize("place", ["disk", "cpu"])
+def test_a_model_whose_first_weights_are_offloaded(place: str, tmp_path: Path) -> None:
+    """It takes tokens on the CPU, as in `generate`: bounded, streamed, linearized and calibrated as with weights."""
+    model, prompt = llama(), IDS[:1]
+    model.save_pretrained(tmp_path / "model")
+    rest = dict.fromkeys(("model.layers", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    devices = {"": "disk"} if place == "disk" else {"model.embed_tokens": "disk", **rest}
+    folders = {"offload_folder": tmp_path / "offloaded"}
+    offloaded = LlamaForCausalLM.from_pretrained(tmp_path / "model", device_map=devices, **folders).eval()
+    assert offloaded.device.type == "meta"
+    made = []
+    for each in (model, offloaded):
+        texts = [greedy(each, past_key_values=BoundedCache(each, config=MergedKV(4, 4))).sequences]
+        texts.append(torch.cat([*islice(stream_tokens(each, prompt, temperature=0), 4)]))
+        linearize_(each, "Expansion(num_centres=2)", calibrate=[{"input_ids": IDS}])
+        made.append([*texts, each(input_ids=IDS).logits])
+    for expected, result in zip(*made, strict=True):
+        assert torch.equal(result, expected)
 
 
 def test_a_compiled_model_is_read_as_the_model_within() -> None:

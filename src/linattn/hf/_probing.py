@@ -151,10 +151,9 @@ def probe(
             'would turn off; load it with attn_implementation="sdpa", or with reorder_and_upcast_attn=False'
         )
     with SWITCHING, _undisturbed(model):
-        samples = [on_device(inputs, model.device) for inputs in (example, sample) if inputs is not None]
-        errors = []
-        attempts = chain(example_inputs(model, has_pictures=has_pictures), samples)
-        for inputs in attempts if example is None else samples[:1]:
+        likely, errors = example_inputs(model, has_pictures=has_pictures), []
+        attempts = [example] if example is not None else chain(likely, [] if sample is None else [sample])
+        for inputs in (on_device(attempt, model) for attempt in attempts):
             calls = _run(model, inputs)
             if isinstance(calls, Exception):
                 errors.append(f"{', '.join(inputs) or 'nothing'}: {type(calls).__name__}: {calls}")
@@ -285,7 +284,7 @@ def example_inputs(model: PreTrainedModel, *, has_pictures: bool = True) -> Iter
     yield from ({**one, **other} for one in leading for other in rest)
     # A model's own word, for families with arguments of their own.
     dummies = model.dummy_inputs or {}
-    yield {name: x.to(model.device) for name, x in dummies.items() if isinstance(x, Tensor) and name in arguments}
+    yield {name: x for name, x in dummies.items() if isinstance(x, Tensor) and name in arguments}
 
 
 def padded(model: PreTrainedModel, inputs: Inputs) -> Inputs | None:
@@ -300,8 +299,9 @@ def padded(model: PreTrainedModel, inputs: Inputs) -> Inputs | None:
     return {**inputs, **masks} if masks else None
 
 
-def on_device(inputs: Mapping[str, Any], device: torch.device) -> Inputs:
-    """Inputs where a model is."""
+def on_device(inputs: Mapping[str, Any], model: PreTrainedModel) -> Inputs:
+    """Inputs where a model takes them: on the CPU if its first weight is offloaded, from where hooks move them."""
+    device = "cpu" if model.device.type == "meta" else model.device
     return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
 
@@ -309,7 +309,7 @@ def _texts(model: PreTrainedModel, kinds: list[str]) -> Iterator[Inputs]:
     """Texts; where a model reads pictures too, first some of whose tokens are said to be of one."""
     tokens = {"input_ids": _tokens(model, _TOKENS)}
     if kinds and getattr(model.config, "vision_config", None) is not None:
-        places = (torch.arange(_TOKENS, device=model.device) % 3 == 1).long().expand(2, -1)
+        places = (torch.arange(_TOKENS) % 3 == 1).long().expand(2, -1)
         yield {**tokens, **dict.fromkeys(kinds, places)}
     yield tokens
 
@@ -326,7 +326,7 @@ def _tokens(model: PreTrainedModel, length: int) -> Tensor:
     size = getattr(config, "vocab_size", None)
     ordinary = [n for n in range(min(size, 100) if isinstance(size, int) else 2) if n not in special] or [0]
     numbers = [ordinary[place % len(ordinary)] for place in range(2 * length)]
-    return torch.tensor(numbers, device=model.device).view(2, length)
+    return torch.tensor(numbers).view(2, length)
 
 
 def _pictures(model: PreTrainedModel) -> Iterator[Tensor]:
@@ -336,25 +336,23 @@ def _pictures(model: PreTrainedModel) -> Iterator[Tensor]:
     frames, channels = _setting(model, "num_frames"), _setting(model, "num_channels") or 3
     if len(size) != 2:
         return
-    options: Any = {"dtype": model.dtype, "device": model.device}
     if isinstance(frames, int):
-        yield torch.zeros(2, frames, channels, *size, **options)
-    yield torch.zeros(2, channels, *size, **options)
+        yield torch.zeros(2, frames, channels, *size, dtype=model.dtype)
+    yield torch.zeros(2, channels, *size, dtype=model.dtype)
 
 
 def _sounds(model: PreTrainedModel) -> Iterator[Tensor]:
     """Two sounds: spectra of the sizes that the configuration names, and waves."""
     names = "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_dim"
     bins = next((size for size in (_setting(model, name) for name in names) if isinstance(size, int)), 80)
-    options: Any = {"dtype": model.dtype, "device": model.device}
     positions, frames = _setting(model, "max_source_positions"), _setting(model, "max_length")
     if isinstance(positions, int):
-        yield torch.zeros(2, bins, 2 * positions, **options)
+        yield torch.zeros(2, bins, 2 * positions, dtype=model.dtype)
     if _setting(model, "frequency_stride") and isinstance(frames, int):
-        yield torch.zeros(2, frames, bins, **options)
+        yield torch.zeros(2, frames, bins, dtype=model.dtype)
     # A quarter of a second at 16 kHz: convolutions need some samples for each of their places.
-    yield torch.zeros(2, 4000, **options)
-    yield torch.zeros(2, 64, bins, **options)
+    yield torch.zeros(2, 4000, dtype=model.dtype)
+    yield torch.zeros(2, 64, bins, dtype=model.dtype)
 
 
 def _setting(model: PreTrainedModel, name: str) -> Any:

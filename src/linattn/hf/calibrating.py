@@ -42,7 +42,7 @@ def fit_maps(model: PreTrainedModel, maps: Mapping[str, FittedMap], batches: Bat
     with torch.no_grad():
         with evaluating(model), answering(model, answer):
             for batch in batches:
-                model(**{**options, **on_device(batch, model.device)})
+                model(**{**options, **on_device(batch, model)})
         for observed in observations.values():
             query, key, scale = observed.tokens()
             feature_map = maps[observed.module_name].to(query.device)

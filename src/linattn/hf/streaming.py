@@ -14,6 +14,7 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 
 from linattn.hf._attention_modules import attention_modules, inner_model
 from linattn.hf._model_records import RECORD
+from linattn.hf._probing import on_device
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.layer_attention import attention_of
 from linattn.hf.loading import LoadedModel, find_source, load
@@ -86,7 +87,7 @@ def stream_tokens(
     def tokens() -> Iterator[Tensor]:
         """The draws, none before the first is asked for."""
         logits, num_read = prompt.new_empty(0), 0
-        for chunk in prompt.to(model.device).split(_CHUNK, 1):
+        for chunk in on_device({"input_ids": prompt}, model)["input_ids"].split(_CHUNK, 1):
             logits = _step(model, chunk, text)
             num_read += chunk.shape[1]
             if notify is not None:
