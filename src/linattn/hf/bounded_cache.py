@@ -66,8 +66,8 @@ class BoundedCache(TextCache):
         bytes per layer and key/value head ≤ budget · (D + Dv) · bytes of a number, for a text of any length
 
     A budget of N is the bytes of N exact keys and values in the model's dtype; biases, codes and the sampled queries
-    are paid from it. `linattn.MergedKV` says how keys are merged. Up to as many tokens as there are exact and merged
-    keys attention is softmax; beyond, an approximation.
+    are paid from it. `linattn.MergedKV` says how keys are merged. Not quantized, attention to at most as many tokens as
+    there are exact and merged keys is softmax; it is an approximation beyond, and as soon as tokens are quantized.
 
     The model's weights and modules are not touched. Its attention implementation becomes "linattn", which attends as
     the former one did, to the bit, in every call without such a cache; a model may also be loaded with it. Layers with

