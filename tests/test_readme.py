@@ -187,7 +187,25 @@ def test_a_benchmark_s_row_says_which_way_is_better_and_whether_it_is_missed(wri
     assert "| speed ÷ that of another | causal, 10 tokens | 2 × |  | higher | ≥ 1 | holds |" in written
     assert "| a new figure | 1,000 tokens | 1.5003 × |  | lower | ≤ 1.5 | **missed** |" in written
     assert "| merged 128, 512 tokens | 0.5 × | 0.4 to 0.6 | higher | ≤ 1 | holds |" in written
-    assert writer.misses_table(rows).startswith("1 of 3:")
+
+
+def test_misses_are_counted_by_benchmark_and_the_farthest_is_shown(writer):
+    """Whether lower or higher is better; the benchmarks' page has the rows, at the heading that a link names."""
+    rows = [
+        benchmark_row(claim="a ratio, 10 tokens", figure=1.8, bound="<= 1.5", holds=False),
+        benchmark_row(claim="another ratio, 20 tokens", figure={"median": 2.0, "min": 1, "max": 3}, holds=False)
+        | {"bound": ">= 3"},
+        benchmark_row(claim="a ratio that holds, 30 tokens"),
+        benchmark_row(claim="one more, 40 tokens", benchmark="generation_without_end"),
+    ]
+    written = writer.misses_table(rows)
+    assert written.startswith("2 of 4 figures ")
+    (shown,) = written.splitlines()[4:]
+    assert shown == "| [A new one](benchmarks.md#a-new-one) | 2 of 3 | another ratio; 20 tokens | 2 × | ≥ 3 |"
+    lines = [json.loads(line) for line in writer.RESULTS.read_text(encoding="utf-8").splitlines()]
+    assert sum(int(missed) for missed in re.findall(r"\| (\d+) of \d+ \|", writer.misses_table(lines))) == sum(
+        not line["holds"] for line in lines
+    )
 
 
 def test_every_benchmark_has_a_heading_and_every_claim_its_words(writer):
