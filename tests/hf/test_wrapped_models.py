@@ -188,6 +188,32 @@ def test_a_model_whose_first_weights_are_offloaded(place: str, tmp_path: Path) -
         assert torch.equal(result, expected)
 
 
+class EightBitLinear(nn.Module):
+    """A linear layer whose weights are whole numbers of 8 bits, as bitsandbytes and torchao leave them."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(linear.weight.abs().amax(1, keepdim=True) / 127)
+        self.weight = nn.Parameter((linear.weight / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by weights in the numbers of x."""
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_budget_counts_keys_in_their_own_dtype_where_weights_are_quantized(dtype: torch.dtype) -> None:
+    """A cache that holds all tokens gives the quantized model's own text."""
+    model = llama().to(dtype)
+    expected = [each.config for each in BoundedCache(model, 512).report]
+    for name, part in list(model.named_modules()):
+        if isinstance(part, nn.Linear):
+            model.set_submodule(name, EightBitLinear(part))
+    assert [each.config for each in BoundedCache(model, 512).report] == expected
+    made = greedy(model, past_key_values=BoundedCache(model, config=MergedKV(16, 64, bits=None)))
+    assert torch.equal(made.sequences, greedy(model).sequences)
+
+
 def test_a_compiled_model_is_read_as_the_model_within() -> None:
     """By its calls; whichever of the two is called in the block, a handler answers."""
     model, numbers = llama(), []
