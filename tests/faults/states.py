@@ -192,6 +192,13 @@ FAULTS = (
         "tests/laws/test_window_buffer.py",
     ),
     Fault(
+        "keep a call's tokens by a view of none of them",
+        "kv_cache/stream.py",
+        "stream.num_tokens, before.sinks",
+        "stream.num_tokens, keys.sinks",
+        "tests/kv_cache/test_states.py",
+    ),
+    Fault(
         "let later keys undo what a backward pass has saved",
         "attention/window/keys.py",
         "places.data[:, :, self.stop : stop] = x",

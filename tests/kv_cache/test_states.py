@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import linattn
 from grid import qkv
@@ -67,6 +69,24 @@ def test_a_stream_that_goes_on_in_a_wider_dtype_is_copied_and_read(num_sinks: in
     assert torch.equal(twin.read(query).out, state.read(query).out)
     outs = [linattn.merged_attention_with_state(*rest, config, x, enable_gqa=True).out for x in (state, twin)]
     assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("cuts", [(60,), (30, 30), (59, 1)], ids=str)
+@pytest.mark.parametrize("num_sinks", [0, 2])
+@pytest.mark.parametrize(
+    "config",
+    [MergedKV(4, 6, bits=None), MergedKV(4, 16, bits=4), MergedKV(4, 16, 4, coded=((5, 6),)), MergedKV(1, 1)],
+    ids=str,
+)
+def test_a_state_holds_no_memory_of_the_tokens_that_it_came_with(
+    config: MergedKV, num_sinks: int, cuts: tuple[int, ...]
+) -> None:
+    """Nor do files of it: a view of no token, as of no sinks, would keep all keys and values of its call."""
+    state, config = None, dataclasses.replace(config, num_sinks=num_sinks)
+    for pieces in zip(*(x.split(cuts, 2) for x in qkv(num_queries=60, num_keys=60)), strict=True):
+        state = linattn.merged_attention_with_state(*pieces, config, state, enable_gqa=True, backend="torch").state
+        for x in pytree.tree_leaves(state):
+            assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
 
 
 def test_a_state_of_no_heads_is_not_read() -> None:

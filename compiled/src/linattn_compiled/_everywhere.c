@@ -1,7 +1,7 @@
 /* Merged keys with every key in view: what queries read, a head after the other.
 
    Letters: H key/value heads of all rows of a batch, G query heads of each, L queries, T tokens, w tokens of a window's
-   block, others as in _merging.h. The rule is that of linattn's plain torch (attention/exact/merged/bidirectional.py,
+   block, others as in _merging.h. The rule is that of linattn's plain torch (kv_cache/bidirectional.py,
    window.py). Memory is row by row. A head's result depends on no other head.
 */
 #include "_merging.h"

@@ -1,7 +1,7 @@
 /* A stream with merged keys: what its queries read, and how keys are merged, a head after the other.
 
    Letters: H key/value heads of all rows of a batch, G query heads of each, T tokens, L queries (the last tokens'), others
-   as in _merging.h. The rule is that of linattn's plain torch (attention/exact/merged/stream.py). Memory is row by row.
+   as in _merging.h. The rule is that of linattn's plain torch (kv_cache/stream.py). Memory is row by row.
    A head's result depends on no other head, and what is kept on where blocks begin alone, not on where calls do.
 */
 #include "_merging.h"

@@ -1,7 +1,7 @@
 /* Weighted keys of one head: what a sample of its queries attends to, which of them are merged, and what rows read.
 
    Letters: n keys, D head width, Dv value width, P = D + Dv, C clusters, S sampled queries. Formulas are those of linattn's
-   plain torch (attention/exact/merged/merging.py, partitioning.py, query_sample.py), in float32.
+   plain torch (kv_cache/merging.py, partitioning.py, query_sample.py), in float32.
 */
 #ifndef LINATTN_MERGING_H
 #define LINATTN_MERGING_H

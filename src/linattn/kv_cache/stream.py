@@ -38,11 +38,11 @@ def attend_causal_merging(
     else:
         rows, keys = stream_in_torch(stream, scoring, with_log=with_log, in_compiled_code=in_compiled_code)
     # Copies: views would keep all keys of the call in memory.
-    block, length, sinks = config.blocks.size, stream.num_tokens, keys.sinks
+    block, length, sinks = config.blocks.size, stream.num_tokens, before.sinks
     oldest = max(-(-length // block) - 1 - config.blocks.number, 0) * block
     recent = Tokens(*(x.clone() for x in tokens.cut(oldest, length)))
-    if sinks.bias.shape[2] > before.sinks.bias.shape[2]:
-        sinks = Tokens(*(x.clone() for x in sinks))
+    if keys.sinks.bias.shape[2] > sinks.bias.shape[2]:
+        sinks = Tokens(*(x.clone() for x in keys.sinks))
     # A text may go on in a wider dtype, which the recent tokens have then.
     sinks = Tokens(*(x.to(like.dtype) for x, like in zip(sinks, recent, strict=True)))
     return rows, MergedKeys(sinks, keys.coded, keys.merged, keys.sample, recent, config)
