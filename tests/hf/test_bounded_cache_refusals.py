@@ -12,6 +12,7 @@ from torch import nn
 from linattn import MergedKV
 from linattn.hf import BoundedCache, LinearLMConfig, LinearLMForCausalLM, intercept, linearize_
 from linattn.hf._dispatch import attend
+from linattn.kv_cache.layer_plans import MemoryPlan, write_memory_plans
 from model_inputs import LANGUAGE_HEADS
 
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -64,6 +65,16 @@ def test_what_is_no_config_or_model(model):
         BoundedCache(nn.Linear(1, 1))
     with pytest.raises(FileNotFoundError):
         BoundedCache(model, plan="nowhere.json")
+
+
+def test_a_plan_of_keys_that_take_more_bytes(model, tmp_path):
+    config = MergedKV.within(40, head_dim=8, bits=8)
+    names, labels, budgets = (["merged keys in 8 bits"] * 2, [config.label] * 2, [40] * 2)
+    plan = MemoryPlan("m", 40, 99, "t", "0", [0, 1], names, budgets, labels, 0.1, 0.2, [])
+    write_memory_plans(tmp_path / "plan.json", [plan])
+    assert [layer.config for layer in BoundedCache(model, 40, plan=tmp_path / "plan.json").report] == [config] * 2
+    with pytest.raises(ValueError, match="takes more bytes in layer 0 than 40 keys in bfloat16: the plan is of"):
+        BoundedCache(model.bfloat16(), 40, plan=tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize(

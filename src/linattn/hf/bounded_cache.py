@@ -136,13 +136,13 @@ class BoundedCache(TextCache):
         if config is not None:
             configs = {layer.number: config for layer in bounded}
         elif plan is not None:
-            configs = _planned(model, [layer.number for layer in bounded], Path(plan), budget)
+            configs = _planned(model, bounded, Path(plan), budget)
         else:
             configs = {x.number: within_budget(budget, x.sizes, bits, recall=recall) for x in bounded if x.sizes}
         super().__init__(model, {layer.place: BoundedLayer(layer.name, configs[layer.number]) for layer in bounded})
         self.report = tuple(
-            BoundedLayerReport(n, layer.name, configs.get(n), reasons[n], layer.num_key_heads, layer.sizes)
-            for n, layer in ((layer.number, layer) for layer in cached)
+            BoundedLayerReport(x.number, x.name, configs.get(x.number), reasons[x.number], x.num_key_heads, x.sizes)
+            for x in cached
         )
         self._bounded_places = frozenset(layer.place for layer in bounded)
         with SWITCHING:
@@ -153,9 +153,8 @@ class BoundedCache(TextCache):
         """Of a layer, said so that the mask knows its cache."""
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         # All masks of a call tell of it; that of full attention is enough.
-        if getattr(self.layers[layer_idx], "is_sliding", False):
-            return length, offset
-        return length, CachedTokens(offset, self)
+        is_sliding = getattr(self.layers[layer_idx], "is_sliding", False)
+        return length, offset if is_sliding else CachedTokens(offset, self)
 
     def refuse_plain_keys(self, module: nn.Module) -> None:
         """Refuse to attend to new keys alone where a bounded layer should have had them."""
@@ -240,9 +239,9 @@ def _has_narrow_window(layer: CachedLayer, budget: int, config: MergedKV | None)
     return layer.window * layer.sizes.key_bytes <= kept_bytes(config, layer.sizes, _ANY_LENGTH)
 
 
-def _planned(model: PreTrainedModel, numbers: list[int], file: Path, budget: int) -> dict[int, MergedKV]:
-    """Merged keys of each layer by the plan of a budget; a plan of other layers, or of no method, is refused."""
-    plans = {plan.budget: plan for plan in read_memory_plans(file)}
+def _planned(model: PreTrainedModel, bounded: list[CachedLayer], file: Path, budget: int) -> dict[int, MergedKV]:
+    """Merged keys of each layer by the plan of a budget; refuse one of other layers, of no method, or of more bytes."""
+    plans, numbers = {plan.budget: plan for plan in read_memory_plans(file)}, [layer.number for layer in bounded]
     if budget not in plans:
         raise ValueError(
             f"{file} has plans of {', '.join(map(str, plans))} keys, got a budget of {budget}; give one of these"
@@ -258,4 +257,10 @@ def _planned(model: PreTrainedModel, numbers: list[int], file: Path, budget: int
             f"at the bytes of {plan.budget:,} keys the plan found nothing better by a margin than {plan.label}, which "
             "is no method of a model; give a larger budget, or no plan"
         )
-    return dict(zip(numbers, map(MergedKV.parse, plan.labels), strict=True))
+    configs = dict(zip(numbers, map(MergedKV.parse, plan.labels), strict=True))
+    for x, few in zip(bounded, plan.budgets, strict=True):
+        config, dtype = configs[x.number], str(model.dtype).removeprefix("torch.")
+        if x.sizes and kept_bytes(config, x.sizes, _ANY_LENGTH) > few * x.sizes.key_bytes:
+            words = f"{config.label} takes more bytes in layer {x.number} than {few} keys in {dtype}"
+            raise ValueError(f"{words}: the plan is of another dtype; give one of linattn audit --dtype {dtype}")
+    return configs
