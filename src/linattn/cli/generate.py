@@ -52,8 +52,8 @@ Bits = Annotated[
 Recall = Annotated[
     Literal["near", "middle", "far"] | None,
     typer.Option(
-        help="With --budget: near (the default) has the least KL divergence; middle retrieves facts from farther back, "
-        "with fewer tokens merged; far from farthest, with the fewest, in 3 bits."
+        help="With --budget: near (the default) has the least median KL divergence; middle retrieves facts from "
+        "farther back, with fewer tokens merged; far from farthest, with the fewest, in 3 bits."
     ),
 ]
 PlanFile = Annotated[

@@ -89,8 +89,8 @@ class BoundedCache(TextCache):
         budget: in exact keys and values, per layer and key/value head.
         bits: of merged keys and values, 2 to 8 in halves, or two of these, of keys and of values; of the tokens that
             are not merged yet the newest have 2 more, 8 at most, and the next as many. None for 32 and no tiers.
-        recall: "near" for the least KL divergence; "middle" for more tokens one by one, in 4 bits; "far" for the most,
-            in 3 bits. Leave bits out beside these two.
+        recall: "near" for the least median KL divergence; "middle" for more tokens one by one, in 4 bits; "far" for
+            the most, in 3 bits. Leave bits out beside these two.
         config: window and merged keys of every bounded layer, `MergedKV(window=64, num_merged=512, bits=4)`; leave
             budget, bits and recall out then.
         plan: file that `linattn audit --budget --plan-out` wrote: each layer's own window and merged keys at the

@@ -16,7 +16,7 @@ BITS_BY_DEFAULT = 4
 """Of merged keys and values, where nothing is said."""
 
 Recall = Literal["near", "middle", "far"]
-"""Aim of a budget: the least KL divergence, or recall of what was said long ago."""
+"""Aim of a budget: the least median KL divergence, or recall of what was said long ago."""
 
 RECALLS = get_args(Recall)
 

@@ -242,7 +242,7 @@ class MergedKV:
             num_groups: query heads of a key/value head, whose sampled queries are counted.
             bits: of merged keys and values; of the tokens before them the newest have 2 more, 8 at most, and the next
                 as many. None for 32 and no tiers.
-            recall: "near" for the least KL divergence; "middle" for more tokens one by one; "far" for the most.
+            recall: "near" for the least median KL divergence; "middle" for more tokens one by one; "far" for the most.
 
         Raises:
             ValueError: if the budget is out of range, or leaves no room beside the sampled queries; another
