@@ -44,3 +44,11 @@ def test_a_package_that_is_missing_is_named_by_the_subcommand_that_needs_it(run_
     assert done.stderr.startswith(
         "linattn audit: linattn.hf reads transformers models with transformers, not installed here"
     )
+
+
+@pytest.mark.parametrize("module", ["head_audit", "memory_audit"])
+def test_an_audit_needs_no_package_that_trains(run_program, module):
+    """The demo installs none."""
+    missing = "import sys; sys.modules['tensorboard'] = sys.modules['peft'] = None"
+    done = run_program(f"{missing}; import linattn_lab.commands.{module}")
+    assert done.returncode == 0, done.stderr

@@ -1,11 +1,11 @@
-"""Digests of tensors: what tells one map's numbers from another's."""
+"""Digests of tensors: what tells one map's, or one model's, numbers from another's."""
 
 import ctypes
 import hashlib
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -33,6 +33,16 @@ def digest(*tensors: Tensor) -> str:
 def digest_of_weights(weights: Iterable[Tensor]) -> str:
     """A digest of parameters; frozen ones are read once, until something is written into them."""
     return hashlib.sha256("".join(_one(weight) for weight in weights).encode()).hexdigest()[:16]
+
+
+def weights_digest(model: nn.Module) -> str:
+    """SHA-256 of the names and bytes of a model's `state_dict`."""
+    hasher = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        held = tensor.detach().cpu().contiguous()
+        hasher.update(name.encode())
+        hasher.update(ctypes.string_at(held.data_ptr(), held.numel() * held.element_size()))
+    return hasher.hexdigest()
 
 
 def _one(parameter: Tensor) -> str:

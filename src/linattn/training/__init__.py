@@ -5,6 +5,7 @@ from importlib.util import find_spec
 if _missing := [name for name in ("accelerate", "tensorboard") if find_spec(name) is None]:
     raise ImportError(f"linattn trains with {' and '.join(_missing)}, not installed here: pip install 'linattn[train]'")
 
+from linattn.feature_maps._digest import weights_digest as weights_digest
 from linattn.processes import Processes as Processes
 from linattn.processes import launched as launched
 from linattn.training.budgets import Budget as Budget
@@ -13,7 +14,6 @@ from linattn.training.budgets import Seconds as Seconds
 from linattn.training.budgets import Steps as Steps
 from linattn.training.checkpoints import WorkFolder as WorkFolder
 from linattn.training.checkpoints import alone_in as alone_in
-from linattn.training.checkpoints import weights_digest as weights_digest
 from linattn.training.loop import Notify as Notify
 from linattn.training.loop import Trained as Trained
 from linattn.training.loop import Training as Training

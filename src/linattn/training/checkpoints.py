@@ -10,9 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from torch import nn
-
 from linattn.records.atomic import atomic_folder, full_disk_names, remove
 from linattn.records.json_files import Reading, read_json, to_json, write_json
 from linattn.records.locks import locked
@@ -164,15 +161,6 @@ def alone_in(work: Path | None) -> Iterator[None]:
         return
     with locked(work), full_disk_names(work):
         yield
-
-
-def weights_digest(model: nn.Module) -> str:
-    """SHA-256 of the names and bytes of a model's `state_dict`."""
-    hasher = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        hasher.update(name.encode())
-        hasher.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return hasher.hexdigest()
 
 
 def _damage(checkpoint: Path) -> str | None:

@@ -18,9 +18,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from linattn.feature_maps._digest import weights_digest
 from linattn.hf import AttentionCall, LoadedModel
 from linattn.records.texts import Text
-from linattn.training import weights_digest
 from linattn_lab.audit.grid import AuditGrid, Configuration, LayerMaps, in_words
 from linattn_lab.audit.kept import Kept
 from linattn_lab.audit.layer_rows import head_rows, rank_rows, ranks

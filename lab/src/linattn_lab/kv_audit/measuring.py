@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from linattn.feature_maps._digest import weights_digest
 from linattn.hf import BoundedCache, LoadedModel
 from linattn.kv_cache import MergedKV
 from linattn.kv_cache.layer_plans import PLAIN, MemoryPlan
 from linattn.records.texts import Text
-from linattn.training import weights_digest
 from linattn_lab.circumstances import processor, versions
 from linattn_lab.kv_audit.facts import MOST_FACTS
 from linattn_lab.kv_audit.methods import DEFAULT_KINDS, Bounded, Method, methods

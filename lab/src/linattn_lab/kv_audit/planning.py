@@ -8,12 +8,12 @@ from functools import partial
 
 from torch import Tensor
 
+from linattn.feature_maps._digest import weights_digest
 from linattn.hf import AttentionCall, LoadedModel, intercept, new_cache
 from linattn.kv_cache import MergedKV, merged_attention
 from linattn.kv_cache.budget import NEAR, Sizes, within_budget
 from linattn.kv_cache.layer_plans import FEW_BITS, PLAIN, MemoryPlan, TrialRecord
 from linattn.records.texts import Text
-from linattn.training import weights_digest
 from linattn_lab.kv_audit.divergence import divergence
 from linattn_lab.kv_audit.methods import Bounded, Maker, exact_window
 from linattn_lab.kv_audit.passage_figures import MOST_MEASURED
