@@ -39,9 +39,8 @@ def weights_digest(model: nn.Module) -> str:
     """SHA-256 of the names and bytes of a model's `state_dict`."""
     hasher = hashlib.sha256()
     for name, tensor in model.state_dict().items():
-        held = tensor.detach().cpu().contiguous()
         hasher.update(name.encode())
-        hasher.update(ctypes.string_at(held.data_ptr(), held.numel() * held.element_size()))
+        hasher.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return hasher.hexdigest()
 
 

@@ -147,7 +147,7 @@ class Oprf(ExponentialEstimator, FittedMap):
         self._derive_from_buffers()
 
     def _derive_from_buffers(self) -> None:
-        """And what depends on mean_square: the constant of φ, and the weights."""
+        """Derive what depends on mean_square, the constant of φ, and then the weights."""
         self._derived_from = self._versions()
         if has_number(self.mean_square):
             value = float(self.mean_square)
