@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from linattn.convert import DEFAULT_MAP, ConvertConfig
+from converted import state, unchanged
+from linattn.convert import DEFAULT_MAP, ConvertConfig, convert_
 from linattn.methods.method import parse_method
 
 MAP = "LearnedExponential"
@@ -78,3 +79,17 @@ def test_a_number_of_features_where_a_map_takes_one_and_nowhere_else(written, nu
 def test_the_default_is_a_map():
     assert parse_method(DEFAULT_MAP).label == DEFAULT_MAP
     assert [method.label for method in ConvertConfig().methods] == [DEFAULT_MAP]
+
+
+def test_the_order_of_layers_is_that_of_their_methods(build, batches):
+    """One method is for all of them, in any order."""
+    made = [
+        convert_(build("bert"), batches, ConvertConfig("Taylor(order=2)", minutes=0, layers=layers))
+        for layers in ((0, 1), (1, 0))
+    ]
+    assert made[0] == made[1]
+    several = ConvertConfig(("Taylor(order=1)", "Taylor(order=2)"), minutes=0, layers=(1, 0))
+    model, before = build("bert"), state(build("bert"))
+    with pytest.raises(ValueError, match=r"in ascending order, got layers=\[1, 0\]"):
+        convert_(model, batches, several)
+    assert unchanged(model, before)

@@ -6,6 +6,20 @@ from faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "take layers for those of other methods by their order",
+        "convert/course.py",
+        "layers and tuple(sorted(layers))",
+        "layers",
+        "tests/convert/test_config.py",
+    ),
+    Fault(
+        "give layers that are named out of order each other's methods",
+        "hf/linearization.py",
+        "layers is None or layers == sorted(layers)",
+        "True",
+        "tests/hf/test_merged_keys.py",
+    ),
+    Fault(
         "take a text of nothing but padding",
         "convert/samples.py",
         " or (mask is not None and not mask.any(1).all()):",
@@ -302,8 +316,8 @@ FAULTS = (
     Fault(
         "convert what saves nothing without being told to",
         "convert/course.py",
-        "if paying.saves_memory or",
-        "if True or",
+        "if not (paying.saves_memory or",
+        "if not (True or",
         "tests/convert/test_paying.py",
     ),
     Fault(

@@ -43,7 +43,7 @@ def model(build):
         ({"recall": "all"}, "recall must be one of 'near', 'middle', 'far', got 'all'"),
         ({"config": FEW, "budget": 64}, "leave those out"),
         ({"config": FEW, "recall": "far"}, "leave those out"),
-        ({"plan": "plan.json", "recall": "far"}, "got recall='far' too; leave it out"),
+        ({"plan": "plan.json", "recall": "far"}, "got bits=4, recall='far'; leave them out"),
         ({"config": FEW, "plan": "plan.json"}, "leave those out"),
     ],
 )
@@ -197,6 +197,23 @@ def test_a_call_that_broke_off_between_two_layers(model):
     with pytest.raises(RuntimeError, match=r"have seen different numbers of tokens \(13, 12\)"):
         model(IDS[:, :1], past_key_values=cache)
     model(IDS[:, :1], past_key_values=fork)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_that_are_not_those_of_the_text(language_model, family, masked):
+    """Whichever layer is first, and whatever the masks are; rows that are chosen go on."""
+    model = language_model(family)
+    mask = (torch.arange(13) > torch.tensor([[-1], [4]])).long() if masked else None
+    for rows in (slice(0, 1), [0, 1, 1]):
+        cache, counts = BoundedCache(model, config=FEW), torch.empty(2)[rows].shape[0]
+        model(IDS, past_key_values=cache, attention_mask=None if mask is None else mask[:, :12])
+        chosen = {"attention_mask": None if mask is None else mask[rows]}
+        with pytest.raises(ValueError, match=f"the cache holds 2 rows, the call has {counts}; choose"):
+            model(IDS[rows, :1], past_key_values=cache, **chosen)
+        assert {layer.get_seq_length() for layer in cache.layers} == {12}
+        cache.batch_select_indices(torch.arange(2)[rows])
+        model(IDS[rows, :1], past_key_values=cache, **chosen)
 
 
 @pytest.mark.parametrize(

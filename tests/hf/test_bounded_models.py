@@ -14,7 +14,7 @@ from transformers.masking_utils import sdpa_mask
 
 from architectures import ARCHITECTURES
 from bounded_texts import ENOUGH, GREEDY, IDS, logits
-from linattn.hf import BoundedCache, EncoderDecoderStates, linearize_
+from linattn.hf import BoundedCache, EncoderDecoderStates, StateCache, linearize_
 
 # PEFT uses names that newer transformers warns of.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -158,6 +158,25 @@ def test_an_encoder_decoder_looks_its_text_up():
         found = model.generate(input_ids=ids, past_key_values=pair, **options, **GREEDY)
         alone = model.generate(input_ids=ids, **options, **GREEDY) if "num_beams" in options else wanted
         assert torch.equal(found, alone)
+
+
+@pytest.mark.parametrize("way", ["bounded", "linearized"])
+@pytest.mark.parametrize("name", ["BART", "Two BERTs"])
+def test_an_encoder_decoder_that_is_given_its_text_again_is_refused(name, way):
+    """These tell attention no positions; without a cache they generate as ever."""
+    model, ids = ARCHITECTURES[name].build(), IDS % 60 + 3
+    if way == "linearized":
+        linearize_(model, "FavorPlus(num_features=16)")
+    wanted = model.generate(input_ids=ids, use_cache=False, **GREEDY)
+    for _ in range(2):
+        own = StateCache(model) if way == "linearized" else BoundedCache(model, config=ENOUGH)
+        pair = EncoderDecoderStates(own, DynamicCache())
+        with pytest.raises(ValueError, match="the whole text again for each token; pass use_cache=True"):
+            model.generate(input_ids=ids, past_key_values=pair, use_cache=False, **GREEDY)
+        assert pair.get_seq_length() == 0
+    assert torch.equal(model.generate(input_ids=ids, past_key_values=pair, **GREEDY), wanted)
+    assert torch.equal(model.generate(input_ids=ids, use_cache=False, **GREEDY), wanted)
+    assert len(model._forward_pre_hooks) == (4 if way == "linearized" else 1)
 
 
 def test_adapters_with_a_cache_of_their_own_are_refused(language_model):

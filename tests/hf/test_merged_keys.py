@@ -155,6 +155,11 @@ def test_what_merged_keys_have_not_is_refused(build):
         ({"method": ENOUGH, "calibrate": [IDS]}, "nothing to calibrate: window 2 [+] merged 16 takes no"),
         ({"method": [ENOUGH]}, "got 1 methods for the 2 layers to be replaced; give one for each, in order"),
         ({"method": [MergedKV(2, 3)] * 3}, "got 3 methods for the 2 layers to be replaced; give one for each"),
+        ({"method": [ENOUGH, MergedKV(2, 3)], "layers": [1, 0]}, r"in ascending order, got layers=\[1, 0\]"),
+        (
+            {"method": lambda width: Taylor(width), "window": [2, 4], "layers": [1, 0]},
+            r"got 2 windows .* layers=\[1, 0\]",
+        ),
         ({"method": [ENOUGH] * 2, "window": 2}, "says its own window; leave window out"),
         ({"method": "window 2 + merged 4 in 9 bits"}, "bits must be from 2 to 8 in halves, .* got 9"),
         ({"method": "Expansion + window 2 + merged 4"}, "leave the map out, as in 'window 32 [+] merged 128'"),

@@ -158,7 +158,7 @@ def kernel(**changed):
             lambda record: kernel(feature_map=with_options(record["layers"][0], num_features=8))(record),
             "size mismatch for feature_map.projection",
         ),
-        (lambda record: {**record, "tensors": {}}, f"{TENSOR}.projection is surplus, {TENSOR}.seed is surplus"),
+        (lambda record: {**record, "tensors": {}}, f"wanted none, {TENSOR}.seed is {{"),
         (lambda record: {**record, "layers": record["layers"][1:]}, f"{TENSOR}.projection, {TENSOR}.seed belong to no"),
     ],
 )
@@ -219,7 +219,7 @@ def rewrite(path, change) -> None:
     ("change", "words"),
     [
         (lambda x: x.pop(f"{TENSOR}.seed"), f"{TENSOR}.seed is missing"),
-        (lambda x: x.update(other=torch.ones(1)), "other is surplus"),
+        (lambda x: x.update(other=torch.ones(1)), "other is {'dtype': 'float32', 'shape': [1]}, wanted none"),
         (
             lambda x: x.update({f"{TENSOR}.projection": torch.ones(8, 16, dtype=torch.float64)}),
             f"{TENSOR}.projection is {{'dtype': 'float64', 'shape': [8, 16]}}, wanted {{'dtype': 'float64',",

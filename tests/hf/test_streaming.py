@@ -49,6 +49,15 @@ def taken(count, *args, **options):
     return torch.cat(list(islice(stream_tokens(*args, **options), count)), 1)
 
 
+@torch.no_grad()
+def test_a_new_cache_holds_all_of_the_encoders_text():
+    """Though the decoder's own layers have windows, in T5Gemma."""
+    model, ids = ARCHITECTURES["T5Gemma"].build(), torch.arange(3, 27).expand(2, -1)
+    tokens, cache = ids[:, :14] + 20, new_cache(model)
+    parts = [model(ids, decoder_input_ids=part, past_key_values=cache).logits for part in tokens.split([5, 1, 8], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(ids, decoder_input_ids=tokens, use_cache=False).logits)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_are_those_of_generate(kind):
     model, prompt = model_of(kind), torch.randint(3, 60, (2, 5))

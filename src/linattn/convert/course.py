@@ -120,8 +120,9 @@ class Course:
     def _linearize(self, calls: dict[str, AttentionCall]) -> tuple[list[FeatureMap], bool, Linearization]:
         """Every layer by its method: the maps, and whether any takes statistics."""
         config, calibration, methods = self._config, self._samples.calibration, self._methods
+        layers = config.layers
         if len(methods) == 1:
-            methods = methods * len(self._layers)
+            methods, layers = methods * len(self._layers), layers and tuple(sorted(layers))
         maps = build_maps(methods, self._layers, calls, num_features=config.num_features, seed=config.seed)
         learning = any(x.requires_grad for module in (self._model, *maps) for x in module.parameters())
         if config.distil and config.minutes and config.adapter_rank is None and not learning:
@@ -132,7 +133,7 @@ class Course:
         if not measurable:
             fit_maps(maps, self._layers, self._teacher, calibration)
         following, windows = iter(maps), [method.window for method in methods]
-        linearization = linearize_(self._model, lambda _: next(following), layers=config.layers, window=windows)
+        linearization = linearize_(self._model, lambda _: next(following), layers=layers, window=windows)
         if config.feature_map is None:
             self._check_pays(calls)
         self._begin()
@@ -201,14 +202,13 @@ class Course:
         if longest is None or call.query.shape[2] != call.key.shape[2]:
             return
         paying = count_numbers(attention, call, longest)
-        if paying.saves_memory or self._processes.first_does(lambda: is_faster(attention, call, longest)):
-            return
-        raise ValueError(
-            f"{self._methods[0].label}, the default, does not pay on {type(self._model).__name__}: it keeps "
-            f"{paying.state_numbers:,} numbers per head, the exact cache of {longest:,} tokens "
-            f"{paying.exact_numbers:,}, and its attention is no faster over so many tokens. Keep the model as it is, "
-            "or name a method by feature_map, which is taken whatever it costs"
-        )
+        if not (paying.saves_memory or self._processes.first_does(lambda: is_faster(attention, call, longest))):
+            raise ValueError(
+                f"{self._methods[0].label}, the default, does not pay on {type(self._model).__name__}: it keeps "
+                f"{paying.state_numbers:,} numbers per head, the exact cache of {longest:,} tokens "
+                f"{paying.exact_numbers:,}, and its attention is no faster over so many tokens. Keep the model as it "
+                "is, or name a method by feature_map, which is taken whatever it costs"
+            )
 
     def _first_layer(self, calls: dict[str, AttentionCall]) -> tuple[LayerAttention, AttentionCall]:
         """The first converted layer's attention, and what it was given."""

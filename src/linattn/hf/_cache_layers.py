@@ -46,6 +46,15 @@ class StatefulLayer(CacheLayerMixin, Generic[S]):
         self.state: S | None = None  # of all tokens so far, immutable
         self.num_tokens = 0  # padding included
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch; 0 before the first token."""
+        if self.state is None:
+            return 0
+        # Tensors may be those of groups of rows.
+        first = pytree.tree_leaves(self.state, is_leaf=lambda part: isinstance(part, RowGroups))[0]
+        return sum(map(len, first.rows)) if isinstance(first, RowGroups) else len(first)
+
     def advance_to(self, state: S, num_tokens: int) -> None:
         """The state after so many more tokens."""
         self.state, self.num_tokens, self.is_initialized = state, self.num_tokens + num_tokens, True
@@ -84,10 +93,8 @@ class StatefulLayer(CacheLayerMixin, Generic[S]):
     def _choose(self, choice: Callable[[Tensor], Tensor]) -> None:
         """Take the rows that are chosen from all of the batch, by their numbers."""
         if self.state is not None:
-            # Tensors may be those of groups of rows.
-            first = pytree.tree_leaves(self.state, is_leaf=lambda part: isinstance(part, RowGroups))[0]
-            size = sum(map(len, first.rows)) if isinstance(first, RowGroups) else len(first)
-            self.state = self.state.select(choice(torch.arange(size, device=pytree.tree_leaves(self.state)[0].device)))
+            device = pytree.tree_leaves(self.state)[0].device
+            self.state = self.state.select(choice(torch.arange(self.num_rows, device=device)))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: a sum does not say what it was before."""
@@ -218,11 +225,11 @@ class RecordingLayer(StatefulLayer[S]):
             return
         self.check_crop(tokens_to_remove)
         self.num_tokens -= count
-        calls: list[RecordedCall] = list(self._calls)
-        while count > calls[-1].num_tokens:
-            count -= calls.pop().num_tokens
-        self._calls = (*calls[:-1], calls[-1].part(calls[-1].before, 0, calls[-1].num_tokens - count))
-        last = self._calls[-1]
+        *calls, last = self._calls
+        while count > last.num_tokens:
+            count, last = count - last.num_tokens, calls.pop()
+        last = last.part(last.before, 0, last.num_tokens - count)
+        self._calls = (*calls, last)
         self.state = last.made().state if last.num_tokens else last.before
 
     def _choose(self, choice: Callable[[Tensor], Tensor]) -> None:
@@ -298,6 +305,14 @@ class TextCache(ForkedCache):
         # Layers that hold the model's own text; others hold another one, or pictures (Mllama).
         self._own_places = {part.cache_place for part in attention_modules(model)}
 
+    def check_rows(self, num_rows: int) -> None:
+        """Refuse a call of more or fewer rows than those of the text."""
+        if counts := {layer.num_rows for layer in self.layers if isinstance(layer, StatefulLayer)} - {0, num_rows}:
+            raise ValueError(
+                f"the cache holds {counts.pop()} rows, the call has {num_rows}; choose among those of the cache by its "
+                "batch_select_indices or batch_repeat_interleave, or give a new one"
+            )
+
     def check_level(self) -> None:
         """Refuse a cache whose layers have seen different tokens: an error ended a call between two of them."""
         layers = [layer for place, layer in enumerate(self.layers) if place in self._own_places]
@@ -314,19 +329,26 @@ class TextCache(ForkedCache):
         for layer in self.layers:
             if isinstance(layer, RecordingLayer):
                 layer.check_crop(tokens_to_remove)
+        count = abs(tokens_to_remove)
         for layer in self.layers:
             if isinstance(layer, DynamicSlidingWindowLayer):
-                _check_window(layer, -tokens_to_remove)
+                # Tokens behind which a window would not be full: transformers holds one window after a crop.
+                held, left = 0 if layer.keys is None else layer.keys.shape[-2], layer.get_seq_length() - count
+                if held - count < min(left, layer.sliding_window - 1):
+                    raise ValueError(
+                        f"a sliding window of {layer.sliding_window} tokens cannot forget {count} of the {held} that "
+                        "it holds since the last crop; crop once between two calls, or keep a fork from before"
+                    )
         super().crop(tokens_to_remove)
 
 
-def _check_window(layer: DynamicSlidingWindowLayer, count: int) -> None:
-    """Refuse to forget tokens behind which a window would not be full: transformers holds one window after a crop."""
-    held, left = 0 if layer.keys is None else layer.keys.shape[-2], layer.get_seq_length() - count
-    if held - count < min(left, layer.sliding_window - 1):
+def refuse_text_again(part: Any, args: Any, options: dict[str, Any]) -> None:
+    """Forward pre-hook of encoder-decoders, which tell attention no positions: use_cache=False beside a cache."""
+    text_cache = getattr(options.get("past_key_values"), "self_attention_cache", None)
+    if isinstance(text_cache, TextCache) and options.get("use_cache") is False:
         raise ValueError(
-            f"a sliding window of {layer.sliding_window} tokens cannot forget {count} of the {held} that it holds "
-            "since the last crop; crop once between two calls, or keep a fork of the cache from before"
+            f"{type(part).__name__} was given a cache and use_cache=False, by which generate gives it the whole text "
+            "again for each token; pass use_cache=True (model.generation_config has it too), or leave the cache out"
         )
 
 

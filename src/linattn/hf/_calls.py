@@ -238,10 +238,10 @@ class InterfaceCall:
         return self.options.get("sinks") if sinks is None else sinks
 
     @property
-    def says_causality(self) -> bool:
-        """True if the mask, the call or the module says whether later keys are hidden."""
-        is_causal = self.options.get("is_causal", getattr(self.module, "is_causal", None))
-        return is_causal is not None or isinstance(self.mask, AskedMask)
+    def is_causal(self) -> bool | None:
+        """Whether later keys are hidden, as the call or else the module says; None where neither does."""
+        is_causal: bool | None = self.options.get("is_causal")
+        return getattr(self.module, "is_causal", None) if is_causal is None else is_causal
 
     def hides_keys(self, num_keys: int) -> bool:
         """True if the call asks for a window, or for chunks, that so many keys do not fit in."""
@@ -285,13 +285,10 @@ class InterfaceCall:
                 f"{name} was given a {mask.ndim}-D mask, of pairs, by the call or by its model (for packed texts, or "
                 "pictures); a kernel hides keys: pass padding as attention_mask (B, Lk), or leave the layer its softmax"
             )
-        is_causal = self.options.get("is_causal")
-        if is_causal is None:
-            is_causal = getattr(self.module, "is_causal", None)
-        if is_causal is None:
+        if self.is_causal is None:
             kind = type(self.module).__name__
             raise ValueError(f"{name} ({kind}) does not say whether it is causal; its attention cannot be replaced")
-        return None if mask is None else mask.bool(), bool(is_causal)
+        return None if mask is None else mask.bool(), bool(self.is_causal)
 
     def by_former(self) -> tuple[Tensor, Tensor | None]:
         """The output (B, Lq, H, Dv) by the function before linattn's, with the mask it takes, and weights if any."""
@@ -361,6 +358,7 @@ def ask_mask(
     if isinstance(kv_offset, CachedTokens):
         # Compilers know plain numbers alone.
         cache, kv_offset = kv_offset.cache, kv_offset.number
+        cache.check_rows(batch_size)
         cache.check_level()
         cache.check_mask(mask)
     # A static cache counts its tokens in place, before a mask is built.

@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 from linattn.hf._attention_modules import former_of, implementations, mark, parts_of, restore, switch_to, unmark
 from linattn.hf._bounded_layers import HandedKeys
+from linattn.hf._cache_layers import refuse_text_again
 from linattn.hf._calls import AnyMask, AskedMask, InterfaceCall, ask_mask, by_token, refuse_weights
 from linattn.hf._folders import save_linearized
 from linattn.hf.interception import NAME as INTERCEPTED
@@ -84,7 +85,7 @@ def install(model: PreTrainedModel, attentions: Sequence[Attending]) -> None:
     hooks = [module.register_forward_pre_hook(_offer, with_kwargs=True) for module in stateful]
     hooks += [module.register_forward_hook(_settle, with_kwargs=True) for module in stateful]
     for model_part in parts_of(model):
-        checks = (refuse_weights, _refuse_other_implementations, *([_cache_check(model_part)] if stateful else []))
+        checks = refuse_weights, refuse_text_again, _refuse_other_implementations, _cache_check(model_part)
         hooks += [model_part.register_forward_pre_hook(check, with_kwargs=True) for check in checks]
     if stateful and hasattr(type(model), _PREPARE):
         setattr(model, _PREPARE, partial(_prepare_states, model))

@@ -95,10 +95,8 @@ def read_tensors(folder: Path, record: ModelRecord) -> dict[str, Tensor]:
     except (SafetensorError, KeyError) as error:
         raise ValueError(f"{path} cannot be read ({error}); {REMEDY}") from None
     got, wanted = outlines(tensors), record.tensors
-    both = sorted(got.keys() & wanted.keys())
-    wrong = [f"{name} is missing" for name in sorted(wanted.keys() - got.keys())]
-    wrong += [f"{name} is surplus" for name in sorted(got.keys() - wanted.keys())]
-    wrong += [f"{name} is {got[name]}, wanted {wanted[name]}" for name in both if got[name] != wanted[name]]
+    names = [name for name in sorted(got.keys() | wanted.keys()) if got.get(name) != wanted.get(name)]
+    wrong = [f"{name} is {got.get(name, 'missing')}, wanted {wanted.get(name, 'none')}" for name in names]
     if wrong:
         raise ValueError(f"{path} does not hold what {RECORD} says: {', '.join(wrong)}; {REMEDY}")
     return tensors

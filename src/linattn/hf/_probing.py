@@ -65,8 +65,7 @@ class Probe:
     def objection(self, part: AttentionModule, takes: Collection[str]) -> str | None:
         """Why no kernel that takes this can take a module's place; None where nothing speaks against it."""
         module, is_cached = part.module, part.cache_place is not None
-        calls = self.calls.get(module)
-        if calls is None:
+        if (calls := self.calls.get(module)) is None:
             names = ", ".join(self.inputs)
             return f"a pass over {names} does not call it; give example={{…}}, inputs of the model that reach it"
         if words := dict.fromkeys(words for call in calls for words in inexpressible(call.options, (SINKS, CAPS))):
@@ -88,7 +87,7 @@ class Probe:
         shapes = [(call.key.shape, call.value.shape, call.query.shape[1]) for call in calls]
         if any(key[:3] != value[:3] or num_heads % key[1] for key, value, num_heads in shapes):
             return "its keys and values are not as many, or have not as many heads"
-        if not all(call.says_causality for call in calls):
+        if any(call.is_causal is None and not isinstance(call.mask, AskedMask) for call in calls):
             return "it does not say whether it is causal"
         if is_cached and len(calls) > self.num_passes:
             times = len(calls) // self.num_passes

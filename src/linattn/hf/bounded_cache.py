@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from linattn.hf._attention_modules import attention_modules, put_before, unwrapped
 from linattn.hf._bounded_layers import BoundedLayer
-from linattn.hf._cache_layers import TextCache
+from linattn.hf._cache_layers import TextCache, refuse_text_again
 from linattn.hf._calls import CachedTokens
 from linattn.hf._choosing import CachedLayer, cached_layers, refuse_intercepted
 from linattn.hf._dispatch import NAME
@@ -69,7 +69,7 @@ class BoundedCache(TextCache):
     are paid from it. `linattn.MergedKV` says how keys are merged. Not quantized, attention to at most as many tokens as
     there are exact and merged keys is softmax; it is an approximation beyond, and as soon as tokens are quantized.
 
-    The model's weights and modules are not touched. Its attention implementation becomes "linattn", which attends as
+    The model's weights and modules are not changed. Its attention implementation becomes "linattn", which attends as
     the former one did, to the bit, in every call without such a cache; a model may also be loaded with it. Layers with
     a sliding window, recurrent layers, and layers that attend in a way that merged keys cannot express (keys shared
     with other layers) keep transformers' own cache layers; `report` says which. Soft caps on logits and learned
@@ -80,7 +80,8 @@ class BoundedCache(TextCache):
     by an error leaves new tokens in some layers, which the next call refuses, or in all: go on from a fork made before.
     `crop` needs `activate_past_recording`, which assisted generation and prompt lookup call by themselves; a layer then
     holds two states, and queries, keys and values of a call's last 256 tokens, or of two wider windows, besides. An
-    encoder-decoder takes it for its self-attention: `EncoderDecoderStates(BoundedCache(model), DynamicCache())`.
+    encoder-decoder takes it for its self-attention, `EncoderDecoderStates(BoundedCache(model), DynamicCache())`, and
+    has a forward pre-hook from then on that refuses use_cache=False beside it.
 
     Cost: three passes of a few tokens for the first cache of a model. A step takes O(window + num_merged) per head.
 
@@ -126,10 +127,9 @@ class BoundedCache(TextCache):
         config: MergedKV | None = None,
         plan: str | Path | None = None,
     ) -> None:
-        _refuse_prefix(model)
-        model = unwrapped(model)
+        wrapper, model = model, unwrapped(model)
         _check_options(budget, bits, recall, config, plan)
-        _check_model(model)
+        _check_model(model, wrapper)
         cached = cached_layers(model)
         reasons = _reasons(model, cached, budget, config)
         bounded = [layer for layer in cached if reasons[layer.number] is None]
@@ -148,6 +148,8 @@ class BoundedCache(TextCache):
         with SWITCHING:
             refuse_intercepted(model)
             put_before(model, NAME)
+            if model.config.is_encoder_decoder and refuse_text_again not in model._forward_pre_hooks.values():
+                model.register_forward_pre_hook(refuse_text_again, with_kwargs=True)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Of a layer, said so that the mask knows its cache."""
@@ -179,25 +181,19 @@ def _check_options(budget: int, bits: Bits | None, recall: Recall, config: objec
             f"config={config!r} says what every layer keeps, got budget={budget}, bits={bits}, recall={recall!r}, "
             f"plan={plan!r} too; leave those out"
         )
-    for name, value, default in (("bits", bits, BITS_BY_DEFAULT), ("recall", recall, RECALLS[0])):
-        if plan is not None and value != default:
-            raise ValueError(
-                f"a plan says what each layer keeps, and in how many bits, got {name}={value!r} too; leave it out"
-            )
+    if plan is not None and (bits, recall) != (BITS_BY_DEFAULT, RECALLS[0]):
+        raise ValueError(f"a plan says what each layer keeps, got {bits=}, {recall=}; leave them out")
 
 
-def _refuse_prefix(model: object) -> None:
-    """Refuse adapters of PEFT that put a cache of their own in the place of one that is passed."""
-    if getattr(getattr(model, "active_peft_config", None), "peft_type", None) in ("PREFIX_TUNING", "CARTRIDGE"):
+def _check_model(model: PreTrainedModel, wrapper: object) -> None:
+    """Refuse models that a bounded cache does not serve, and adapters around them."""
+    kind = type(model).__name__
+    # Of PEFT, which puts a cache of its own in the place of one that is passed.
+    if getattr(getattr(wrapper, "active_peft_config", None), "peft_type", None) in ("PREFIX_TUNING", "CARTRIDGE"):
         raise ValueError(
-            f"{type(model).__name__} is tuned by a prefix of keys, in a cache of its own that takes the place of the "
+            f"{type(wrapper).__name__} is tuned by a prefix of keys, in a cache of its own that takes the place of the "
             "one that it is given; pass model.get_base_model(), or generate without a BoundedCache"
         )
-
-
-def _check_model(model: PreTrainedModel) -> None:
-    """Refuse models that a bounded cache does not serve."""
-    kind = type(model).__name__
     if any(part.cache_place is not None and attention_of(part.module) for part in attention_modules(model)):
         raise ValueError(f"{kind} is linearized, and keeps states in a StateCache; leave the budget out")
     if isinstance(model, LinearLMForCausalLM):

@@ -40,8 +40,7 @@ class LayerAttention(nn.Module):
 
     Args:
         kernel: the map of all heads, for the head width of the module, or merged keys.
-        module_name: qualified name of the attention module in the model.
-        window: width of an exact window beside a map.
+        module_name, window: as the attributes.
 
     Raises:
         TypeError: if `kernel` is neither a map nor a `MergedKV`.
@@ -88,12 +87,8 @@ class LayerAttention(nn.Module):
         """Attention over these keys.
 
         Args:
-            query: (B, H, Lq, D).
-            key: (B, Hkv, Lk, D), H a multiple of Hkv.
-            value: (B, Hkv, Lk, Dv).
+            query, key, value, key_mask, is_causal: as in `linattn.linear_attention`, H a multiple of Hkv.
             scale: c, the factor of q·k.
-            key_mask: (B, Lk) bool, True = attend, or None.
-            is_causal: True to hide later keys, the last query being level with the last key.
             sinks: (H,), the logits of one more key of value 0 in each head (`linattn.Partial.with_sink`), or None.
             soft_cap: as in `linattn.merged_attention`.
 

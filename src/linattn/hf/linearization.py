@@ -169,7 +169,7 @@ def linearize_(
     takes = sinks if merged is None else [CAPS]
     modules, reasons = choose(model, layers, example, sample, takes=takes, merged=merged)
     chosen = [part for part in modules if part.number not in reasons]
-    _check_counts(method, window, len(chosen))
+    _check_counts(method, window, len(chosen), layers)
     if methods:
         methods = methods if len(methods) > 1 or isinstance(method, list | tuple) else methods * len(chosen)
         attentions = _attend_by_methods(chosen, methods, num_features, seed)
@@ -239,15 +239,16 @@ def is_linearized(model: nn.Module) -> bool:
     return hasattr(inner_model(model), UNDO)
 
 
-def _check_counts(method: object, window: object, num_layers: int) -> None:
+def _check_counts(method: object, window: object, num_layers: int, layers: list[int] | None) -> None:
     """Refuse options that do not go together."""
     if isinstance(window, str):
         raise TypeError(f"window must be an integer or None, got {window!r}; write window=32")
+    is_ordered = layers is None or layers == sorted(layers)
     for name, values in {"methods": method, "windows": window}.items():
-        if isinstance(values, Sequence) and not isinstance(values, str) and len(values) != num_layers:
+        if isinstance(values, Sequence) and not (isinstance(values, str) or (len(values) == num_layers and is_ordered)):
             raise ValueError(
                 f"got {len(values)} {name} for the {num_layers} layers to be replaced; give one for each, in order, or "
-                "name their layers in `layers`"
+                f"name their layers in `layers`, in ascending order, got layers={layers}"
             )
     if window is not None and (isinstance(method, MergedKV | Sequence)):
         raise ValueError(f"{method!r} says its own window; leave window out, as in 'Expansion + window 16'")

@@ -55,10 +55,6 @@ class LoadedModel:
         """Encode the first `num_tokens` tokens of a text, special ones included, as the model's inputs (1, tokens).
 
         Raises ValueError if `num_tokens` is below 1 or beyond the positions the model was built for.
-
-        Example:
-            >>> load().encode("linear time", 3)["input_ids"].shape
-            torch.Size([1, 3])
         """
         limit = getattr(self.model.config, "max_position_embeddings", None)
         if num_tokens < 1 or (limit is not None and num_tokens > limit):
@@ -194,19 +190,14 @@ def hub_source(name: str) -> str:
     except Exception:
         # Errors of the network are of the client's own client, which its versions change: whatever fails is no answer,
         # and the cache then has the model or says that it has not.
-        return _cached(name)
+        try:
+            return snapshot_download(name, local_files_only=True)
+        except LocalEntryNotFoundError:
+            raise OSError(
+                f"{name} is no folder here and not in the local cache of the Hugging Face hub, which cannot be "
+                "reached; give a folder with a saved model, or fetch the model once where there is a network"
+            ) from None
     return name
-
-
-def _cached(name: str) -> str:
-    """The folder of the local cache."""
-    try:
-        return snapshot_download(name, local_files_only=True)
-    except LocalEntryNotFoundError:
-        raise OSError(
-            f"{name} is no folder here and not in the local cache of the Hugging Face hub, which cannot be reached; "
-            "give a folder with a saved model, or fetch the model once where there is a network"
-        ) from None
 
 
 def gguf_file(source: Path) -> Path | None:

@@ -166,12 +166,11 @@ def new_cache(model: PreTrainedModel) -> Cache:
     model = inner_model(model)
     if isinstance(model, LinearLMForCausalLM):
         return StreamCache(len(model.model.blocks))
-    linear = [part for part in attention_modules(model) if attention_of(part.module) is not None]
-    if not model.config.is_encoder_decoder:
-        return StateCache(model) if linear else DynamicCache(config=model.config)
-    has_states = any(part.cache_place is not None for part in linear)
+    linear, is_pair = [x for x in attention_modules(model) if attention_of(x.module)], model.config.is_encoder_decoder
+    has_states = any(x.cache_place is not None for x in linear) if is_pair else bool(linear)
     text_cache = StateCache(model) if has_states else DynamicCache(config=model.config)
-    return EncoderDecoderStates(text_cache, DynamicCache(config=model.config))
+    # Of the encoder's text all is attended to, whatever windows the decoder's own has.
+    return EncoderDecoderStates(text_cache, DynamicCache()) if is_pair else text_cache
 
 
 class IncrementalDecoder:
