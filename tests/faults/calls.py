@@ -91,7 +91,7 @@ FAULTS = (
     ),
     Fault(
         "read a fingerprint of the shapes that torch.export puts in",
-        "feature_maps/_digest.py",
+        "feature_maps/digests.py",
         "(real for real, number in numbers if known.tensor_memo.get(number) is tensor)",
         "()",
         "tests/laws/test_shapes_alone.py -k steps",
@@ -182,7 +182,7 @@ FAULTS = (
     ),
     Fault(
         "take numbers of any kind for seeds",
-        "feature_maps/_arguments.py",
+        "feature_maps/arguments.py",
         'if check_count("seed", seed, at_least=0) >= 2**63:',
         "if seed == 2**63:",
         "tests/laws/test_seeds.py",

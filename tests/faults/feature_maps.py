@@ -91,7 +91,7 @@ FAULTS = (
     ),
     Fault(
         "hold on to a trainable weight's digest",
-        "feature_maps/_digest.py",
+        "feature_maps/digests.py",
         "weight.requires_grad or ",
         "",
         "tests/feature_maps/test_learned.py",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
+SOURCES = Path(__file__).parents[2] / "src" / "linattn_lab"
 IMPORTED = """
 import sys
 from linattn.cli import main
@@ -52,3 +56,16 @@ def test_an_audit_needs_no_package_that_trains(run_program, module):
     missing = "import sys; sys.modules['tensorboard'] = sys.modules['peft'] = None"
     done = run_program(f"{missing}; import linattn_lab.commands.{module}")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_laboratory_takes_public_names_alone():
+    """A module or a name of the library's that begins with an underscore may change without notice."""
+    imports = [
+        (f"{path.name}:{node.lineno}", f"{node.module}.{one.name}")
+        for path in SOURCES.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "linattn"
+        for one in node.names
+    ]
+    assert len(imports) > 100
+    assert [(place, name) for place, name in imports if "._" in name] == []

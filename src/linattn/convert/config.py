@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from linattn.feature_maps._arguments import check_seed
+from linattn.feature_maps.arguments import check_seed
 from linattn.methods.method import Method, parse_method
 
 DEFAULT_MAP = "Expansion(num_centres=16) + window 32"

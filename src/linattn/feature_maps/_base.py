@@ -11,8 +11,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from linattn.feature_maps._digest import digest_of_weights
 from linattn.feature_maps._powers import Powers, as_powers
+from linattn.feature_maps.digests import digest_of_weights
 from linattn.softmax.checking import check_dense
 from linattn.softmax.precision import outside_autocast
 from linattn.softmax.tracing import constant_in_graphs, is_fake, is_traced, outside_inference, outside_transforms

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._base import FeatureMap, UncastBuffers
-from linattn.feature_maps._digest import UNREAD, digest
+from linattn.feature_maps.digests import UNREAD, digest
 from linattn.softmax.checking import check_dense
 from linattn.softmax.tracing import outside_inference
 

@@ -7,11 +7,11 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._arguments import check_count, check_seed, temperature
 from linattn.feature_maps._base import FeatureMap, UncastBuffers, has_number, in_both_dtypes
-from linattn.feature_maps._digest import UNREAD, digest
 from linattn.feature_maps._moments import Lengths, Rows
 from linattn.feature_maps._powers import squared_length
+from linattn.feature_maps.arguments import check_count, check_seed, temperature
+from linattn.feature_maps.digests import UNREAD, digest
 
 Draw = Literal["orthogonal", "iid"]
 

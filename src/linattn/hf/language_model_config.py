@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from linattn import positions as encodings
-from linattn.feature_maps._arguments import check_seed
+from linattn.feature_maps.arguments import check_seed
 from linattn.methods.method import parse_method
 from linattn.nn import Block, LinearAttention, SoftmaxAttention
 from linattn.nn.attention import QkNorm

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from linattn.feature_maps import FEATURE_MAPS, FeatureMap, FittedMap
-from linattn.feature_maps._arguments import check_seed
+from linattn.feature_maps.arguments import check_seed
 from linattn.hf._attention_modules import AttentionModule, attention_modules, inner_model, take_out, unwrapped
 from linattn.hf._calls import CAPS, SINKS
 from linattn.hf._choosing import choose, merged_alone, refuse_intercepted, refuse_merged_decoder

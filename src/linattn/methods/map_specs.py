@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from linattn.feature_maps import FEATURE_MAPS, WRAPPERS, FeatureMap
-from linattn.feature_maps._arguments import check_seed
+from linattn.feature_maps.arguments import check_seed
 from linattn.softmax.checking import did_you_mean
 
 # What an audit sets itself, so that draws are comparable between maps, and what it measures with `fit`.

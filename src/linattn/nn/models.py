@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
-from linattn.feature_maps._arguments import check_count
+from linattn.feature_maps.arguments import check_count
 from linattn.nn.attention import Attention
 from linattn.nn.streams import Stream
 from linattn.softmax.partial import Attended

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.feature_maps import FeatureMap
-from linattn.feature_maps._arguments import check_count, check_number, check_seed
+from linattn.feature_maps.arguments import check_count, check_number, check_seed
 from linattn.softmax.checking import check_dense
 from linattn.softmax.precision import accumulation_dtype
 from linattn.softmax.tracing import is_traced

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 if _missing := [name for name in ("accelerate", "tensorboard") if find_spec(name) is None]:
     raise ImportError(f"linattn trains with {' and '.join(_missing)}, not installed here: pip install 'linattn[train]'")
 
-from linattn.feature_maps._digest import weights_digest as weights_digest
+from linattn.feature_maps.digests import weights_digest as weights_digest
 from linattn.processes import Processes as Processes
 from linattn.processes import launched as launched
 from linattn.training.budgets import Budget as Budget

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from linattn.feature_maps._arguments import check_seed
+from linattn.feature_maps.arguments import check_seed
 from linattn.methods.method import Method
 from linattn_lab.built_methods import BuiltMethod, build
 

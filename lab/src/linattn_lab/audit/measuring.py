@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._digest import weights_digest
+from linattn.feature_maps.digests import weights_digest
 from linattn.hf import AttentionCall, LoadedModel
 from linattn.records.texts import Text
 from linattn_lab.audit.grid import AuditGrid, Configuration, LayerMaps, in_words

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from linattn.feature_maps._arguments import check_seed
+from linattn.feature_maps.arguments import check_seed
 from linattn.methods.method import Method, parse_method
 from linattn_lab.built_methods import BuiltMethod, build
 

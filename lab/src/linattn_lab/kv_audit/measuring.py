@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from linattn.feature_maps._digest import weights_digest
+from linattn.feature_maps.digests import weights_digest
 from linattn.hf import BoundedCache, LoadedModel
 from linattn.kv_cache import MergedKV
 from linattn.kv_cache.layer_plans import PLAIN, MemoryPlan

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from linattn.feature_maps._digest import weights_digest
+from linattn.feature_maps.digests import weights_digest
 from linattn.hf import AttentionCall, LoadedModel, intercept, new_cache
 from linattn.kv_cache import MergedKV, merged_attention
 from linattn.kv_cache.budget import NEAR, Sizes, within_budget
