@@ -6,9 +6,52 @@ from faults.fault import Fault
 
 PLANS, REPORT = "lab/tests/kv_audit/test_plans.py", "lab/report/memory/"
 MEASURING, FIGURES = "lab/tests/kv_audit/test_measuring.py", "lab/tests/kv_audit/test_figures.py"
+DAMAGE, COMMAND = "lab/tests/report/test_damage.py", "lab/tests/commands/test_memory_audit.py"
 RETRIEVAL, SHOWN = "lab/tests/kv_audit/test_tasks.py", "lab/tests/report/test_memory.py"
 
 FAULTS = (
+    Fault(
+        "take the logarithm of a KL that is no number",
+        "lab/kv_audit/intervals.py",
+        "not all(0 < figure < math.inf for figure in (*first, *second))",
+        "min(*first, *second) <= 0",
+        FIGURES,
+    ),
+    Fault(
+        "let an answer that divides by 0 cost other files their page",
+        "lab/report/page.py",
+        "        _answers(Report(**{path.stem: summary}))\n",
+        "",
+        DAMAGE,
+    ),
+    Fault(
+        "look up the digest of a text that has none",
+        "lab/report/templates/memory.html.j2",
+        '.get(kind, "–")',
+        "[kind]",
+        DAMAGE,
+    ),
+    Fault(
+        "measure a model that predicts NaN",
+        "lab/kv_audit/measuring.py",
+        "if reading.logs.isnan().any():",
+        "if False:",
+        MEASURING,
+    ),
+    Fault(
+        "audit the baselines alone where no method fits",
+        "lab/kv_audit/methods.py",
+        "if left_out and not several[2:]:",
+        "if False:",
+        MEASURING,
+    ),
+    Fault(
+        "leave methods out without a word",
+        "lab/commands/memory_audit.py",
+        "in measured.header.left_out.items():",
+        "in ():",
+        COMMAND,
+    ),
     Fault(
         "hide the sample's bytes",
         "kv_cache/budget.py",

@@ -157,7 +157,7 @@ def test_keys_of_the_dtype(run, tmp_path):
     ("words", "says"),
     [
         (("--budget", "20", "--map", "Relu"), "--map and --budget are of two audits"),
-        (("--budget", "20", "--method", "oracle"), "--method must be among bounded cache"),
+        (("--budget", "20", "--method", "oracle"), "--method must be among 'bounded cache'"),
         (("--budget", "20", "--task", "oracle"), "--task must be among facts, niah_single"),
         (("--budget", "20", "--text-kind", "prose"), "--text-kind is of the texts that come with Python"),
         (("--budget", "20", "--dtype", "half"), "--dtype must be one of float32, bfloat16; got 'half'"),
@@ -168,12 +168,32 @@ def test_keys_of_the_dtype(run, tmp_path):
         (("--budget", "20", "--task", "vt", "--task", "vt"), "--task must be different, got vt, vt; name each once"),
         (("--budget", "20", "--samples", "0"), "--samples must be at least 1, got 0"),
         ((), "belong to --budget"),
+        (("--budget", "1"), "no method fits: bounded cache at 1: a budget of 1 keys is too small"),
+        (("--budget", "9999999"), "--budget must be from 1 to 1048576 keys, got 9999999"),
     ],
 )
 def test_refusals(run, words, says):
     result = run(*words)
     assert result.exit_code == 1
     assert says in " ".join(result.output.split())
+
+
+def test_what_is_left_out_is_named_before_anything_is_measured(run):
+    """A method without room, and needles in a short text: the table has neither."""
+    result = run("--budget", "4,48")
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.output.split())
+    assert "Left out: bounded cache at 4: a budget of 4 keys is too small" in words
+    assert "Left out: facts at 96: between what is told and what is asked" in words
+    assert words.index("Left out") < words.index("figures to measure")
+
+
+def test_a_text_that_cannot_be_read_is_refused_before_a_model_is_loaded(run, tmp_path):
+    """A model may take minutes."""
+    result = run("--budget", "48", "--text", str(tmp_path / "none.txt"))
+    assert result.exit_code == 1
+    assert "there is no text file" in result.output
+    assert "Loading" not in result.output
 
 
 def test_numbers_are_those_of_an_option(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -91,6 +92,10 @@ def test_quantiles_are_student_s():
 
 def test_a_ratio_wants_figures_with_a_logarithm():
     assert paired_ratio([0.0, 1.0], [1.0, 1.0]) is None
+    for lost in (math.nan, math.inf):
+        for figures in ([lost, 1.0], [1.0, lost], [lost]):
+            assert paired_ratio(figures, [1.0] * len(figures)) is None
+            assert paired_ratio([1.0] * len(figures), figures) is None
     assert paired_ratio([], []) is None
     with pytest.raises(ValueError, match="same passages"):
         paired_ratio([1.0], [])

@@ -241,17 +241,34 @@ def test_every_kind_keeps_its_budget(tiny):
     several, left_out = methods([BUDGET, 4], KINDS, sizes)
     assert {one.budget for one in several} == {0, BUDGET}
     assert set(left_out) == {f"{kind} at 4" for kind in KINDS}
+    with pytest.raises(ValueError, match=r"no method fits: bounded cache at 4: .* give a budget of \d+ or more"):
+        methods([4], KINDS, sizes)
+
+
+def test_a_model_without_predictions_is_refused_before_anything_is_measured(tiny, words):
+    """Else an audit of hours has figures that are none."""
+    loaded = tiny("llama")
+    with torch.no_grad():
+        loaded.model.lm_head.weight[3] = torch.nan
+    audit = MemoryAudit(loaded, {"letters": words}, [BUDGET], lengths=[TOKENS])
+    with pytest.raises(ValueError, match="llama predicts NaN; give another model, or another --dtype"):
+        audit.work(audit.wanted()[0])
 
 
 @pytest.mark.parametrize(
     ("family", "text", "options", "says"),
     [
         ("bert", None, {}, "for causal language models"),
-        ("llama", Text("short", "abc " * 40), {}, "too few for 1 passages"),
+        ("llama", Text("short", "abc " * 40), {}, "too few for --passages 1 of 256 each"),
         ("windowed", None, {}, "no layer of MistralForCausalLM would be replaced"),
         ("llama", None, {"lengths": [8]}, "num_tokens must be at least 64, got 8"),
         ("llama", None, {"lengths": [2048]}, "num_tokens must be at most 2,031"),
-        ("llama", None, {"kinds": ("oracle",)}, "kinds must be among bounded cache, .*oracle"),
+        (
+            "llama",
+            None,
+            {"kinds": ("oracle",)},
+            "among 'bounded cache', 'bounded cache, middle', .*'oracle'",
+        ),
         ("llama", None, {"tasks": ("oracle",)}, "tasks must be among facts, .*oracle"),
         ("llama", None, {"num_samples": 0}, "num_samples must be at least 1, got 0"),
         ("llama", None, {"num_facts": 9}, "num_facts must be at most 8, got 9"),

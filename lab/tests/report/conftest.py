@@ -1,4 +1,4 @@
-"""Small files of audit, bench and reproduce, measured here, once."""
+"""Small files of audit, bench and reproduce, measured here, once; that of a KV cache is made up."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from linattn_lab.bench.settings import Settings
 from linattn_lab.experiments import reproduction
 from linattn_lab.experiments.records import CLAIMS
 from linattn_lab.experiments.reproduction import Reproduction
+from linattn_lab.kv_audit.names import BOUNDED, FULL, UNIFORM
+from linattn_lab.kv_audit.records import MEMORY
+from memory_rows import MEMORY_HEADER, memory_facts, memory_passage
 from trials import Trial
 
 
 @pytest.fixture(scope="session")
 def whole(folder, prose, tmp_path_factory):
-    """A folder with a small audit, claims and benchmark, all measured here."""
+    """A folder with a small audit, claims and benchmark, measured here, and an audit of a KV cache."""
     made = tmp_path_factory.mktemp("report")
     wanted = AuditGrid(tuple(map(parse_method, ("FavorPlus", "Expansion(num_centres=2)"))), (8, 16), draws=2)
     audit = Audit(load(str(folder("bert"))), Text("words", prose), wanted, num_tokens=16)
@@ -32,4 +35,8 @@ def whole(folder, prose, tmp_path_factory):
         patch.setattr(reproduction, "EXPERIMENTS", {"first": Trial(), "second": Trial(status="fails")})
         run = Reproduction([], "full")
         CLAIMS.write(made / "claims.jsonl", run.header, run.records([]))
+    baselines = [memory_passage(0, FULL, 0.0, budget=0), memory_passage(0, UNIFORM, 1.5, budget=0)]
+    rows = [memory_passage(number, name, 0.01) for number in (0, 1) for name in (BOUNDED, "sinks + window")]
+    facts = [memory_facts(FULL, [1.0, 0.9], 0), memory_facts(BOUNDED, [0.5, 1.0])]
+    MEMORY.write(made / "memory.jsonl", MEMORY_HEADER, [*baselines, *rows, *facts])
     return made

@@ -12,17 +12,20 @@ import pytest
 from linattn_lab.audit.records import AUDIT
 from linattn_lab.bench.records import BENCH
 from linattn_lab.experiments.records import CLAIMS
+from linattn_lab.kv_audit.records import MEMORY
 from linattn_lab.report import write_report
 from pages import Page
 
 TITLES = {
     "audit.jsonl": "The error of linear attention on",
+    "memory.jsonl": "lose by a bounded KV cache?",
     "claims.jsonl": "What is said of linear attention, and what holds",
     "bench.jsonl": "From which length on does linear attention pay?",
 }
 DAMAGES = 35
-# Fields of an audit's header that files of earlier versions lack.
+# Fields that files of earlier versions lack.
 OPTIONAL = ("left_out", "layers", "windowed", "longest", "num_key_heads", "weights_sha256")
+OF_MEMORY = ("left_out", "calibration", "weights_sha256", "ending", "written")
 OTHERS = (None, True, "text", "", "nan", "inf", -1, 0, 1e308, -1e308, 1e-308, 10**15, 10**30, 10**400, [], {}, [[]])
 
 
@@ -117,7 +120,10 @@ def rows_of(whole, name):
     return [json.loads(line) for line in (whole / name).read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize(("name", "form"), [("audit.jsonl", AUDIT), ("claims.jsonl", CLAIMS), ("bench.jsonl", BENCH)])
+FORMS = {"audit.jsonl": AUDIT, "memory.jsonl": MEMORY, "claims.jsonl": CLAIMS, "bench.jsonl": BENCH}
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS.items())
 def test_every_field_has_its_type(whole, tmp_path, name, form):
     """No field of any kind of line passes with a value of another type; one with a default may be missing."""
     rows = {row["kind"]: row for row in rows_of(whole, name)}
@@ -129,7 +135,7 @@ def test_every_field_has_its_type(whole, tmp_path, name, form):
                 values |= {} if other == b"lost" else {field: other}
                 lines = [values] if kind == "header" else [rows["header"], values]
                 path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-                if other == b"lost" and field in OPTIONAL:
+                if other == b"lost" and field in (OF_MEMORY if form is MEMORY else OPTIONAL):
                     form.read(path)
                 else:
                     with pytest.raises(ValueError, match=f"{name}:{len(lines)}.*{field}"):
@@ -150,6 +156,23 @@ def test_a_file_that_cannot_be_opened_is_named(whole, page_of, tmp_path, name):
     (tmp_path / "report" / name).mkdir()
     page = Page(write_report(tmp_path / "report").read_text(encoding="utf-8"))
     assert f"{name} could not be read" in page.text
+
+
+@pytest.mark.parametrize(("number", "field"), [(1, "prefill_seconds"), (3, "num_bytes"), (3, "kl")])
+def test_figures_that_no_answer_can_be_made_of_cost_their_own_file_alone(whole, page_of, number, field):
+    """A prefill that took no time, a cache of no bytes, a KL that is no number: the answers divide by them."""
+    rows = rows_of(whole, "memory.jsonl")
+    rows[number][field] = "nan" if field == "kl" else 0
+    text = page_of("memory.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode()).text
+    assert TITLES[beside("memory.jsonl")] in text
+    assert ("memory.jsonl could not be read" in text) == (field == "prefill_seconds")
+
+
+def test_a_text_without_a_digest_has_none(whole, page_of):
+    header, *rows = rows_of(whole, "memory.jsonl")
+    lines = [{**header, "texts_sha256": {}}, *rows]
+    text = page_of("memory.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode()).text
+    assert "SHA-256 –" in text
 
 
 def test_figures_that_contradict_each_other_are_named(whole, page_of):

@@ -79,7 +79,7 @@ def test_a_window_in_fewer_bits_stands_beside_it_where_it_retrieves_more(tmp_pat
 def test_the_verdict_stands_between_the_full_cache_the_best_window_and_uniform_attention(summary):
     text = lost(summary).text
     assert text.startswith(
-        "At 600 tokens of small, the bounded cache is 0.9 × smaller than the full cache, 50% of the "
+        "At 600 tokens of small the bounded cache takes 106.4% of the full cache's bytes, 50% of the "
     )
     # Means over depths of 100 % and 20 %, and of 100 % and 80 %; a prefill of 1.5 s beside one of 1 s.
     assert "tokens unmerged: KL 0.1500, needles 60% of 90%; prefill takes 1.50 ×, decode 1.00 × as long." in text
@@ -91,7 +91,7 @@ def test_written_forms_alone_are_an_audit(tmp_path):
     MEMORY.write(tmp_path / "memory.jsonl", replace(MEMORY_HEADER, tasks=[]), [*ROWS[:2], written])
     found = summarise_memory(tmp_path / "memory.jsonl")
     assert found.settings == [(600, 0)]
-    assert lost(found).text.startswith("At 600 tokens of small, the window 64 + merged 512 in 4 bits is 1.0 × smaller")
+    assert lost(found).text.startswith("At 600 tokens of small the window 64 + merged 512 in 4 bits takes 100.0%")
     table = glance(found, *found.hardest)
     assert [row[0] for row in table.rows] == [FULL, UNIFORM, "window 64 + merged 512 in 4 bits"]
     assert table.baselines == 2

@@ -45,14 +45,9 @@ class Settings:
                 "as in 512,1024,2048"
             )
         check_seed(self.seed)
-        for name, size, least in (
-            ("heads", self.heads, 1),
-            ("head_dim", self.head_dim, 1),
-            ("batch", self.batch, 1),
-            ("repeats", self.repeats, 1),
-        ):
-            if size < least:
-                raise ValueError(f"{name} must be at least {least}, got {size}")
+        for name in ("heads", "head_dim", "batch", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name, chosen, known in (("dtype", self.dtype, DTYPES), ("device", self.device, DEVICES)):
             if chosen not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}; got {chosen!r}")

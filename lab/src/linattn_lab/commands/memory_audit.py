@@ -94,10 +94,10 @@ def _begun(asked: Asked, watch: Stages) -> tuple[LoadedModel, MemoryAudit]:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {asked.dtype!r}")
     if asked.plan_out is not None and asked.plan_out.exists():
         read_memory_plans(asked.plan_out)  # A file of anything else is not written over.
+    texts = audit_texts(asked.text, asked.text_kinds or KINDS)
     watch.begin(f"Loading {asked.model}")
     loaded = load_language_model(asked.model)
     nn.Module.to(loaded.model, DTYPES[asked.dtype or "float32"])
-    texts = audit_texts(asked.text, asked.text_kinds or KINDS)
     if asked.plan_out is not None and asked.text is not None and asked.calibration is None:
         texts = {kind: _half(text, 0) for kind, text in texts.items()}
     audit = MemoryAudit(
@@ -146,10 +146,12 @@ def _plan(loaded: LoadedModel, measured: MemoryAudit, asked: Asked, file: Path, 
 
 
 def _tell_the_cost(measured: MemoryAudit, earlier: Sequence[MemoryRow], watch: Stages) -> None:
-    """Say what is to come and how long it takes, from the time of a short text."""
+    """Say what is left out, what is to come and how long it takes, from the time of a short text."""
     done = set(map(key_of, earlier))
     works = {key: measured.work(key) for key in measured.wanted()}
     left = sum(work for key, work in works.items() if key not in done)
+    for name, reason in measured.header.left_out.items():
+        watch.begin(f"Left out: {name}: {reason}.")
     watch.begin(f"{len(works) - len(done):,} figures to measure, about {left / 60:,.0f} minutes on this machine.")
     watch.pace = Pace(sum(works.values()), done=sum(works.values()) - left, seconds_per_unit=1.0)
 

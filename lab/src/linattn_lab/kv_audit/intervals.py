@@ -36,7 +36,7 @@ def paired_ratio(first: Sequence[float], second: Sequence[float]) -> Ratio | Non
     Of few passages it is wide, as it must be: a bootstrap of three is never wider than their range.
 
     Returns:
-        A `Ratio`; None where there is no passage, or a figure is 0, which has no logarithm.
+        A `Ratio`; None where there is no passage, or a figure is 0, infinite or NaN, which has no finite logarithm.
 
     Example:
         >>> paired_ratio([2.0, 4.0], [1.0, 2.0])  # twice as much on every passage
@@ -46,7 +46,7 @@ def paired_ratio(first: Sequence[float], second: Sequence[float]) -> Ratio | Non
     """
     if len(first) != len(second):
         raise ValueError(f"paired figures are of the same passages, got {len(first)} and {len(second)}")
-    if not first or min(*first, *second) <= 0:
+    if not first or not all(0 < figure < math.inf for figure in (*first, *second)):
         return None
     logs = [math.log(a / b) for a, b in zip(first, second, strict=True)]
     mean = statistics.fmean(logs)

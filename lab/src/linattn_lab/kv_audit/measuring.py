@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from linattn.feature_maps.digests import weights_digest
-from linattn.hf import BoundedCache, LoadedModel
-from linattn.kv_cache import MergedKV
+from linattn.hf import LoadedModel
 from linattn.kv_cache.layer_plans import PLAIN, MemoryPlan
 from linattn.records.texts import Text
 from linattn_lab.circumstances import processor, versions
@@ -42,6 +41,7 @@ class MemoryAudit:
 
     header: MemoryHeader  # the circumstances, complete before anything is measured
     methods: list[Method]  # what is measured, the full cache first
+    bounded: Bounded  # the layers that are bounded
 
     def __init__(
         self,
@@ -64,9 +64,7 @@ class MemoryAudit:
         """
         _check(loaded, tasks, num_passages=num_passages, num_samples=num_samples, num_facts=num_facts, chunk=chunk)
         lengths = _lengths(loaded, lengths)
-        self._loaded, self._bounded = loaded, Bounded.of(loaded.model)
-        probe = BoundedCache(loaded.model, config=MergedKV(window=1, num_merged=1, bits=None)).report
-        self._full = [layer for layer in probe if layer.config is not None]
+        self._loaded, self.bounded = loaded, Bounded.of(loaded.model)
         self._texts = {kind: TokenText.of(loaded, text) for kind, text in texts.items()}
         self._places = [
             (kind, number, length, start)
@@ -74,11 +72,11 @@ class MemoryAudit:
             for kind, text in self._texts.items()
             for number, start in enumerate(text.starts(length, num_passages))
         ]
-        self.methods, left_out = methods(budgets, tuple(kinds or DEFAULT_KINDS), self._bounded.sizes)
+        self.methods, left_out = methods(budgets, tuple(kinds or DEFAULT_KINDS), self.bounded.sizes)
         self._tasks = Tasks(loaded, next(iter(self._texts.values())), num_facts, chunk)
         self._asked, without_room = self._with_room(tasks, lengths)
         self.header = MemoryHeader(
-            **_circumstances(loaded, self._bounded, texts),
+            **_circumstances(loaded, self.bounded, texts),
             lengths=list(lengths),
             num_passages=num_passages,
             num_measured=MOST_MEASURED,
@@ -92,11 +90,6 @@ class MemoryAudit:
             left_out=left_out | without_room,
             calibration=None if calibration is None else calibration.source,
         )
-
-    @property
-    def bounded(self) -> Bounded:
-        """The layers that are bounded."""
-        return self._bounded
 
     def take(self, plan: MemoryPlan, file: Path) -> None:
         """Measure a plan of a file too, after all other methods; not one of plain windows, which no cache takes."""
@@ -138,6 +131,8 @@ class MemoryAudit:
         memory = self.methods[0].cache(model)
         read(model, tokens, memory, last=1, chunk=self.header.chunk)
         reading = read(model, tokens, memory, last=1, chunk=self.header.chunk)
+        if reading.logs.isnan().any():
+            raise ValueError(f"{self._loaded.name} predicts NaN; give another model, or another --dtype")
         return reading.seconds / tokens.shape[1], write(model, reading.logs[-1], memory, 5).seconds / 4
 
     def _units(self, done: set[Key], scores: dict[Key, float], watch: Watch) -> Iterator[Unit[MemoryRow]]:
@@ -178,14 +173,14 @@ class MemoryAudit:
 
     def _passage_row(self, passage: Passage, place: tuple[str, int], method: Method) -> list[PassageRow]:
         """One method's figures on a passage."""
-        figures = passage.figures(method, self._full)
+        figures = passage.figures(method, self.bounded.layers)
         return [PassageRow(*place, passage.num_tokens, method.name, method.label, method.budget, **figures)]
 
     def _task_row(self, place: tuple[str, int, int], method: Method) -> list[TaskRow]:
         """One method's answers to a task."""
         task, sample, length = place
         model = self._loaded.model
-        with method.attending(model, self._bounded.names):
+        with method.attending(model, self.bounded.names):
             depths, hits = self._tasks.answer(task, length, sample, method.cache(model))
         return [TaskRow(task, sample, length, method.name, method.label, method.budget, depths, hits)]
 

@@ -22,7 +22,7 @@ from linattn.hf import (
 )
 from linattn.hf.linearization import choose_layers
 from linattn.kv_cache import MergedKV
-from linattn.kv_cache.budget import Sizes, kept_bytes, within_budget
+from linattn.kv_cache.budget import Sizes, check_budget, kept_bytes, within_budget
 from linattn.kv_cache.config import BITS
 from linattn_lab.kv_audit.names import BOUNDED, FULL, NO_BUDGET, UNIFORM, WINDOW
 
@@ -73,6 +73,7 @@ class Bounded(NamedTuple):
     num_heads: int  # query heads of a layer
     num_key_heads: int  # key/value heads of a layer
     sizes: Sizes  # of their keys and values
+    layers: tuple[BoundedLayerReport, ...]  # reports on them
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Bounded:
@@ -91,6 +92,7 @@ class Bounded(NamedTuple):
             heads * sizes.num_groups,
             heads,
             sizes,
+            tuple(layers),
         )
 
 
@@ -134,8 +136,7 @@ def methods(budgets: Iterable[int], kinds: Sequence[str], sizes: Sizes) -> tuple
     several += [Method(config.label, config.label, config=config) for config in written.values()]
     left_out: dict[str, str] = {}
     for budget in budgets:
-        if budget < 1:
-            raise ValueError(f"budget must be 1 key or more, got {budget}")
+        check_budget(budget)
         for kind in kinds:
             if kind in written:
                 continue
@@ -145,6 +146,8 @@ def methods(budgets: Iterable[int], kinds: Sequence[str], sizes: Sizes) -> tuple
                 left_out[f"{kind} at {budget}"] = str(error)
             else:
                 several.append(Method(kind, config.label, budget, config))
+    if left_out and not several[2:]:
+        raise ValueError("no method fits: " + ": ".join(next(iter(left_out.items()))))
     return several, left_out
 
 
@@ -212,6 +215,6 @@ def _written_form(kind: str) -> MergedKV:
         return MergedKV.parse(kind)
     except ValueError as error:
         raise ValueError(
-            f"kinds must be among {', '.join(KINDS)}, or a written form as sinks 4 + window 64 + merged 512 in 4 bits; "
-            f"got {kind}: {error}"
+            f"kinds must be among {', '.join(map(repr, KINDS))}, or a written form, as in 'sinks 4 + window 64 + "
+            f"merged 512 in 4 bits'; got {kind!r}: {error}"
         ) from None

@@ -36,8 +36,8 @@ class TokenText(NamedTuple):
         room = len(self.content) - size
         if size < 1 or room < size * (count - 1):
             raise ValueError(
-                f"the text has {len(self.content):,} tokens, too few for {count} passages of {num_tokens:,}; give a "
-                "longer text, fewer --passages or fewer --tokens"
+                f"the text has {len(self.content):,} tokens, too few for --passages {count} of {num_tokens:,} each; "
+                "give a longer text, fewer --passages or fewer --tokens"
             )
         return [room * number // max(count - 1, 1) for number in range(count)]
 

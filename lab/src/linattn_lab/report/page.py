@@ -180,6 +180,7 @@ def _read(
     heading = f"{path.name} could not be read"
     try:
         summary = summarise(path)
+        _answers(Report(**{path.stem: summary}))
         return summary, draw(summary)
     except (ValueError, OSError) as error:
         unread.append(Point(heading, str(error)))

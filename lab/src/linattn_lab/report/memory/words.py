@@ -28,8 +28,8 @@ def lost(summary: MemorySummary) -> Point:
     ours = next((line for line in lines if line.method == BOUNDED), lines[0])
     of_full = f" of {_needles(full):.0%}" if full.facts and ours.facts else ""
     text = (
-        f"At {length:,} tokens of {summary.header.model}, the {ours.method} is {full.num_bytes / ours.num_bytes:.1f} × "
-        f"smaller than the full cache, {ours.unmerged:.0%} of the tokens unmerged: {_quality(ours)}{of_full}; "
+        f"At {length:,} tokens of {summary.header.model} the {ours.method} takes {ours.num_bytes / full.num_bytes:.1%} "
+        f"of the full cache's bytes, {ours.unmerged:.0%} of the tokens unmerged: {_quality(ours)}{of_full}; "
         f"prefill takes {ours.prefill_seconds.median / full.prefill_seconds.median:.2f} ×, decode "
         f"{full.tokens_per_second.median / ours.tokens_per_second.median:.2f} × as long."
     )
