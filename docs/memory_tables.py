@@ -19,6 +19,7 @@ from linattn.records.json_files import Reading, read_record, to_json, write_json
 from linattn.records.tables import Table
 from linattn_lab.kv_audit.methods import num_unmerged
 from linattn_lab.kv_audit.names import BOUNDED, FULL, WINDOW
+from linattn_lab.report._text import counted
 from linattn_lab.report.memory.summary import MemoryLine, MemorySummary, summarise_memory
 from linattn_lab.report.memory.words import nats, setting_words, table_at
 from site_tables import ARROWS, table
@@ -67,12 +68,13 @@ def readme_table() -> str:
         f"KV cache: the {len(header.layers)} layers that are bounded, without the {header.num_exact} others, which "
         "hold as much in every row. "
         "Fit unmerged: share of the tokens that are read before any is merged or evicted. "
-        f"KL: KL divergence of the last {header.num_measured} predictions from the full cache's, in nats, the mean "
-        "over passages of their mean and of their median; a few predictions make most of a mean. That of the full "
-        "cache itself is rounding. "
-        "Needles: accuracy of needle retrieval, the share of the answers' tokens predicted, of "
-        f"{header.num_samples * header.num_facts} numbers each stated once at {', '.join(full.facts)} of the text. "
-        f"÷ full: over the full cache's.{_few_bits(header.kinds)}"
+        f"KL: KL divergence of the last {header.num_measured} predictions from the full cache's, in nats; mean and "
+        "median of each passage, averaged over passages. A few predictions make most of a mean; the full cache's own "
+        "is rounding. "
+        "Needles: accuracy of needle retrieval, the share of the answers' tokens predicted; "
+        f"{counted(header.num_facts, 'number')} at each of {', '.join(full.facts)} of "
+        f"{'one text' if header.num_samples == 1 else f'{header.num_samples} texts'}, stated once. "
+        f"÷ full: divided by the full cache's.{_exact(audit, budget)}{_few_bits(header.kinds)}"
     )
     head = (
         *("method", "KV cache, MB ↓", "fit unmerged ↑", "KL, mean ↓", "KL, median ↓", "needles ↑"),
@@ -81,6 +83,19 @@ def readme_table() -> str:
     lines = (line for line in (*baselines, *audit.at(length, budget)) if line.method != _NOT_IN_README)
     rows = [_row(line, full) for line in lines]
     return f"{words}\n\n{table(head, rows)}"
+
+
+def _exact(audit: MemorySummary, budget: int) -> str:
+    """How many tokens an exact window holds, from the first to the last of a block; nothing where there is none."""
+    line = next((line for line in audit.lines if (line.method, line.budget) == (WINDOW, budget)), None)
+    if line is None:
+        return ""
+    config = MergedKV.parse(line.label)
+    least = num_unmerged(config) + 1
+    return (
+        f" Sinks + window: exact; it evicts a block of {config.blocks.size} tokens at once, and so holds {least} to "
+        f"{least + config.blocks.size - 1} tokens."
+    )
 
 
 def _few_bits(kinds: Sequence[str]) -> str:

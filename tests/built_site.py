@@ -63,7 +63,7 @@ QUESTIONS = {
     "quality": f"{KV}#what-it-costs",
     "merged keys": f"{KV}#what-are-merged-keys",
     "window and gate": "how_to/gates.html#a-window-and-a-gate-in-one-layer|how_to/windows.html",
-    "gate": "how_to/gates.html",
+    "gate": "how_to/gates.html|how_to/gates.html#train-a-gated-layer",
     "DNA": f"{OWN}#you-build-a-new-model",
     "RoPE": "how_to/positions.html",
     "GQA": "quickstart.html#linear-attention",
@@ -75,6 +75,27 @@ QUESTIONS = {
     "output_attentions": "tutorials/linearize.html#what-is-replaced-and-what-is-refused",
     "torch.compile": f"{OWN}#torchcompile-autocast-checkpointing",
     "requirements": "install.html",
+    "bfloat16": "faq.html#dtypes",
+    "float16": "faq.html#dtypes",
+    "dtype": "faq.html#dtypes",
+    "thread-safe": "faq.html#threads",
+    "threads": "faq.html#threads",
+    "concurrent requests": f"faq.html#threads|{COMPARED}#servers-vllm-sglang-tgi-llamacpp",
+    "StaticCache": "faq.html#transformers-options",
+    "speculative decoding": "faq.html#transformers-options|faq.html#does-beam-search-work",
+    "PEFT": "faq.html#transformers-options",
+    "ONNX": "faq.html#export",
+    "export": "faq.html#export",
+    "streaming audio": "faq.html#streams",
+    "genomes": f"faq.html#streams|{OWN}#you-build-a-new-model",
+    "train a gated layer": "how_to/gates.html#train-a-gated-layer",
+    "how are errors measured?": "faq.html#what-is-lost",
+    "relative error": "faq.html#what-is-lost|concepts/error.html#what-is-not",
+    "MLA": "how_to/which_models.html",
+    "throughput": "faq.html#how-fast-is-it-tokens-per-second-prefill-latency",
+    "prefill": "faq.html#how-fast-is-it-tokens-per-second-prefill-latency|faq.html#transformers-options",
+    "TransformerEncoderLayer": f"{OWN}#you-use-torchs-transformer-layers",
+    "when not to use it": "faq.html#should-i-use-it",
     "run the tests": "install.html#with-make",
     "offline": "install.html#with-make",
     "license": "index.html",
@@ -101,7 +122,7 @@ class Search:
         from lunr.stop_word_filter import stop_word_filter
 
         found: dict[str, Any] = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
-        between = found["config"]["separator"]
+        self.between = between = found["config"]["separator"]
         self.docs = {doc["location"]: doc for doc in found["docs"]}
         builder = Builder()
         builder.ref("location")
@@ -118,5 +139,5 @@ class Search:
 
     def hits(self, question: str) -> list[str]:
         """Addresses, the best first."""
-        words = re.findall(r"\w+", question.lower())
+        words = [word for word in re.split(self.between, question.lower()) if word]
         return [hit["ref"] for hit in self.index.search(" ".join(f"{word}*" for word in words))]

@@ -66,7 +66,7 @@ def audited(tmp_path):
         memory_passage(0, FULL, 0.0, budget=0),
         memory_passage(0, UNIFORM, 1.5, budget=0),
         memory_passage(0, BOUNDED, 0.00042),
-        memory_passage(0, "sinks + window", 0.4),
+        replace(memory_passage(0, "sinks + window", 0.4), label="sinks 4 + window 396 + 1 in 8 bits"),
         memory_passage(0, "merged keys", 0.05),
         replace(memory_passage(0, "bounded cache, far", 0.1), unmerged=1.0),
         memory_facts(FULL, [1.0, 0.8], 0),
@@ -86,7 +86,8 @@ def test_the_readme_shows_quality_and_speed_of_a_method_in_one_row(writer, audit
     words, _, head, _, *rows = memory_tables.readme_table().splitlines()
     assert "2 passages of 600 tokens of each of prose" in words
     assert "budget 64 tokens per layer" in words
-    assert "at 90%, 10% of the text" in words
+    assert "1 number at each of 90%, 10% of one text" in words
+    assert "evicts a block of 99 tokens at once, and so holds 402 to 500 tokens." in words
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in (head, *rows)]
     assert [row[0] for row in cells] == [
         "method",
