@@ -39,6 +39,13 @@ FAULTS = (
         MEASURING,
     ),
     Fault(
+        "give the exact window fewer tokens than its bytes allow",
+        "lab/kv_audit/methods.py",
+        "range(256, narrow.window or 1, -1)",
+        "()",
+        MEASURING,
+    ),
+    Fault(
         "audit the baselines alone where no method fits",
         "lab/kv_audit/methods.py",
         "if left_out and not several[2:]:",

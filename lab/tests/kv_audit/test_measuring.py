@@ -10,11 +10,11 @@ import torch
 
 from linattn.hf import BoundedCache, intercept, new_cache
 from linattn.kv_cache import MergedKV
-from linattn.kv_cache.budget import kept_bytes
+from linattn.kv_cache.budget import Sizes, kept_bytes
 from linattn.records.texts import Text
 from linattn_lab.kv_audit import passage_figures, reading
 from linattn_lab.kv_audit.measuring import MemoryAudit
-from linattn_lab.kv_audit.methods import KINDS, Bounded, largest, methods
+from linattn_lab.kv_audit.methods import KINDS, Bounded, exact_window, largest, methods
 from linattn_lab.kv_audit.names import BOUNDED, FACTS, FULL, UNIFORM
 from linattn_lab.kv_audit.passages import TokenText
 from linattn_lab.kv_audit.reading import read
@@ -234,6 +234,18 @@ def test_the_largest_of_a_kind_fits_and_the_next_does_not(tiny):
     assert kept_bytes(found, sizes, 10**6) <= room < kept_bytes(make(found.num_merged + 1), sizes, 10**6)
     with pytest.raises(ValueError, match="give more bytes"):
         largest(make, 1, sizes)
+
+
+@pytest.mark.parametrize("sizes", [Sizes(256, 256, 4, 4), Sizes(128, 128, 2, 4), Sizes(8, 8)])
+def test_the_exact_window_is_the_widest_that_fits(sizes):
+    """Blocks are finer from 65, 129 and 193 tokens on, so that not every narrower window keeps fewer bytes."""
+    for budget in (64, 128, 192, 256):
+        fitting = [
+            window
+            for window in range(1, budget)
+            if kept_bytes(MergedKV(window, num_merged=0, coded=((1, 8),)), sizes, 2**62) <= budget * sizes.key_bytes
+        ]
+        assert exact_window(budget, sizes).window == max(fitting)
 
 
 def test_every_kind_keeps_its_budget(tiny):

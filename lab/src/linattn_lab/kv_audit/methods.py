@@ -35,8 +35,12 @@ Maker = Callable[[int, Sizes], MergedKV]
 
 
 def exact_window(budget: int, sizes: Sizes) -> MergedKV:
-    """Sinks and the most exact tokens; before these a single one in 8 bits, since tiers alone may have none merged."""
-    return largest(lambda size: MergedKV(size, num_merged=0, coded=((1, 8),)), budget, sizes)
+    """Sinks and the widest exact window; before it a single token in 8 bits, since tiers alone may have none merged."""
+    make = partial(MergedKV, num_merged=0, coded=((1, 8),))
+    narrow = largest(make, budget, sizes)
+    # A window of more than 64, 128 or 192 tokens has finer blocks, and may keep fewer bytes than a narrower one.
+    wider = map(make, range(256, narrow.window or 1, -1))
+    return next((one for one in wider if kept_bytes(one, sizes, _ANY_LENGTH) <= budget * sizes.key_bytes), narrow)
 
 
 def coded_window(budget: int, sizes: Sizes, bits: float) -> MergedKV:
