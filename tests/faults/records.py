@@ -6,6 +6,13 @@ from faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "say in the system's words that a file is in the place of a folder",
+        "records/locks.py",
+        "except (FileExistsError, NotADirectoryError):",
+        "except ():",
+        "tests/records/test_locks.py",
+    ),
+    Fault(
         "take a mark before UTF-8 for a part of the text",
         "records/texts.py",
         "utf-8-sig",

@@ -137,6 +137,15 @@ def test_a_folder_that_cannot_be_made_is_refused_at_once():
         hold(Path("/proc/work"))
 
 
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_file_in_the_place_of_a_folder_is_refused_at_once(tmp_path, name):
+    (tmp_path / "file").write_text("a report's, perhaps")
+    refused = pytest.raises(FileNotFoundError, match=rf"{name} cannot be made in .*; take another folder")
+    with refused, locked(tmp_path / name):
+        pass
+    assert (tmp_path / "file").read_text() == "a report's, perhaps"
+
+
 def test_a_folder_without_the_right_to_write_is_not_called_in_use(tmp_path):
     child = os.fork()
     if child == 0:

@@ -52,11 +52,11 @@ def _acquired(folder: Path) -> FileLock:
         except FileNotFoundError:
             # The process that held it has just ended, and removed the folder.
             continue
+        except (FileExistsError, NotADirectoryError):  # a file is, or is above, the folder
+            break
         except (Timeout, PermissionError) as error:
             if isinstance(error, PermissionError) and os.name != "nt":
-                raise PermissionError(
-                    f"{folder} cannot be written: this user may not; take another folder, or ask for the right to write"
-                ) from None
+                raise PermissionError(f"{folder} cannot be written: this user may not; take another folder") from None
             # Windows refuses to open a file that another process is removing.
             raise InUseError(
                 f"{folder} is in use by another process; wait until that has ended, or take another folder"

@@ -82,8 +82,8 @@ Methods = Annotated[
     typer.Option(
         "--method",
         metavar="NAME",
-        help='Measure this method, by its name in the table or as in "sinks 4 + window 64 + merged 512 in 4 bits"; '
-        "may be repeated. Needs --budget.",
+        help='Measure this method, by its name ("bounded cache, far") or written form ("sinks 4 + window 64 + merged '
+        '512 in 4 bits"); may be repeated. Needs --budget.',
     ),
 ]
 Tasks = Annotated[
