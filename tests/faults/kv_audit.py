@@ -25,6 +25,13 @@ FAULTS = (
         DAMAGE,
     ),
     Fault(
+        "say that more predictions were measured than a short passage has",
+        "lab/report/memory/words.py",
+        "min(header.num_measured, length // 2)",
+        "header.num_measured",
+        SHOWN,
+    ),
+    Fault(
         "look up the digest of a text that has none",
         "lab/report/templates/memory.html.j2",
         '.get(kind, "–")',

@@ -181,3 +181,10 @@ def test_page_has_what_is_lost_on_its_first_screen(tmp_path, summary):
     assert text.index("What does a bounded KV cache lose?") < text.index("Should I linearize this model?")
     assert "sinks + window" in text
     assert "prose: letters" in text
+
+
+def test_the_setting_says_how_many_predictions_were_measured(summary):
+    """Those of half a passage at most, of each length."""
+    assert "divergence of the last 300 predictions" in setting_words(summary)
+    shorter = replace(summary, header=replace(summary.header, lengths=[256, 600, 4096]))
+    assert "divergence of the last 128 or 300 predictions" in setting_words(shorter)

@@ -45,9 +45,8 @@ class TokenText(NamedTuple):
         """So many tokens from a place on, or from the last one that leaves so many."""
         if not _FEWEST < size <= len(self.content):
             raise ValueError(
-                f"between what is told and what is asked there would be {size:,} tokens of the text; wanted are more "
-                f"than {_FEWEST} and at most its {len(self.content):,}: give another number of --tokens, or a longer "
-                "text"
+                f"between what is told and what is asked there would be {max(size, 0):,} tokens of text; wanted are "
+                f"{_FEWEST + 1} to all of its {len(self.content):,}: give another number of --tokens, or a longer text"
             )
         start = min(start, len(self.content) - size)
         return self.content[start : start + size]

@@ -13,7 +13,7 @@ from linattn.records.tables import Table
 from linattn_lab.bench.records import BENCH, BenchHeader, LengthRow
 from linattn_lab.costs import spread
 from linattn_lab.crossover import Crossover, find_crossover
-from linattn_lab.report._text import Point, method_words, number
+from linattn_lab.report._text import Point, counted, method_words, number
 
 _MISSING = "—"
 
@@ -130,7 +130,7 @@ def _crossover_words(found: Crossover) -> str:
         return "Linear attention is slower at {:,} tokens and faster from {:,} on.".format(*found.between)
     if found.always:
         return f"Linear attention is faster at every length measured (with exact attention up to {found.last:,})."
-    return f"Linear attention is not faster up to {found.last:,} tokens."
+    return f"Linear attention is not faster up to {counted(found.last, 'token')}."
 
 
 def _kept_words(header: BenchHeader) -> str:
@@ -163,10 +163,10 @@ def _approximation(summary: BenchSummary) -> Point:
     uniform = max(row.uniform_error for row in summary.rows)
     tokens = min(summary.header.num_verified, summary.header.lengths[-1])
     text = (
-        f"On these random inputs {summary.words} is up to "
-        f"{number(error)} away from exact attention (relative error over {tokens:,} tokens), averaging the values "
-        f"{number(uniform)}{'' if error < uniform else ': it is no better than averaging'}. What it does to your "
-        "model, linattn audit tells."
+        f"On these random inputs {summary.words} is up to {number(error)} away from exact attention (relative error "
+        f"over {counted(tokens, 'token')}), averaging the values {number(uniform)}"
+        f"{'' if error < uniform else ': it is no better than averaging'}. What it does to your model, linattn audit "
+        "tells."
     )
     return Point("How wrong", text)
 

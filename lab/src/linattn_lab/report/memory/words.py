@@ -86,6 +86,7 @@ def table_at(summary: MemorySummary, num_tokens: int, budget: int) -> Table:
 def setting_words(summary: MemorySummary) -> str:
     """What the columns of the tables say, in a few sentences."""
     header = summary.header
+    last = " or ".join(dict.fromkeys(f"{min(header.num_measured, length // 2)}" for length in header.lengths))
     words = (
         f"{header.model} in {header.dtype}, layers {', '.join(map(str, header.layers))} of width {header.head_dim}, "
         f"{counted(header.num_threads, 'thread')} of {header.processor}; "
@@ -94,7 +95,7 @@ def setting_words(summary: MemorySummary) -> str:
         f"{header.chunk} tokens. A budget of N tokens is the bytes of N exact keys and values, per layer and key/value "
         "head, everything counted. Unmerged: share of the text's tokens that fit before any are merged or evicted. MB: "
         "bytes of the bounded layers; peak MB: with the most that one more chunk allocates. KL: divergence of the last "
-        f"{header.num_measured} predictions from the full cache's, in nats: mean, median, 99th percentile, largest. "
+        f"{last} predictions from the full cache's, in nats: mean, median, 99th percentile, largest. "
         "The full cache is read again in chunks of another length as a control. ÷ bounded cache: KL ÷ the default's, "
         "geometric mean over passages with Student's 95 % interval. Same token: how often the likeliest token is "
         f"the full cache's. Tokens alike: of {header.num_written} greedy tokens, those before the first that differs. "
