@@ -62,7 +62,7 @@ WRONG = {
         "--budget 16 --tokens 1": "--tokens must be at least 64, got 1",
         "--budget 16 --passages 0": "--passages must be at least 1, got 0",
         "--budget 16 --tokens 600": "give a longer text, fewer --passages or fewer --tokens",
-        "--budget 16 --tokens 160 --method nope": "--method must be among bounded cache",
+        "--budget 16 --tokens 160 --method nope": "--method must be among 'bounded cache'",
         "--budget 16 --tokens 160 --task nope": "--task must be among facts, niah_single",
         "--budget 16 --tokens 160 --samples 0": "--samples must be at least 1, got 0",
         "--budget 16 --dtype float8": "--dtype must be one of float32, bfloat16; got 'float8'",
