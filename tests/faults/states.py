@@ -99,8 +99,8 @@ FAULTS = (
     Fault(
         "let exponents take a large factor",
         FAR,
-        "if before is None and bool(",
-        "if before is None or bool(",
+        "far.abs() <= _FAR",
+        "far.abs() < torch.inf",
         FACTOR_LAWS,
     ),
     Fault(
@@ -114,7 +114,7 @@ FAULTS = (
     Fault(
         "keep a factor apart from tokens that outweigh it",
         FAR,
-        "stays = (apart + peak >= newest) | (apart == 0)",
+        "stays = (apart + peak >= newest) | (apart.abs() <= _STEP)",
         "stays = apart == apart",
         FACTOR_LAWS,
     ),
@@ -122,7 +122,7 @@ FAULTS = (
         "weigh tokens by a factor on no keys",
         FAR,
         "apart = torch.where(peak == -torch.inf, 0, apart)  # A factor on no keys is none.\n"
-        "    stays = (apart + peak >= newest) | (apart == 0)",
+        "    stays = (apart + peak >= newest) | (apart.abs() <= _STEP)",
         "stays = (apart + peak >= newest) | (peak == -torch.inf)",
         FACTOR_LAWS,
     ),
@@ -260,5 +260,19 @@ FAULTS = (
         "state.keys if is_free else state.keys.each(outside_inference)",
         "state.keys.each(lambda x: x.clone())",
         "tests/kv_cache/test_inference_mode.py",
+    ),
+    Fault(
+        "round what each token of a stream decays",
+        "attention/sums.py",
+        "(far / _STEP).round() * _STEP",
+        "far",
+        "tests/laws/test_large_factors.py",
+    ),
+    Fault(
+        "let go of what exponents would round",
+        "attention/sums.py",
+        "(far - steps).expand(shape) if bool((far != steps).any()) else None",
+        "None",
+        "tests/laws/test_large_factors.py",
     ),
 )

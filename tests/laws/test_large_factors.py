@@ -12,6 +12,7 @@ from torch import Tensor
 import linattn
 from linattn import State
 from linattn.feature_maps import Expansion, FavorPlus, FeatureMap, Relu
+from linattn.positions import FixedDecay, Gates, gated_attention_with_state
 
 
 def tokens(length: int, seed: int = 0, batch: int = 1) -> list[Tensor]:
@@ -227,3 +228,36 @@ def test_no_keys_weigh_nothing_whatever_their_factor(name: str, factor: float) -
     for empty in (held.decay(-math.inf).decay(factor), held.decay(factor).decay(-math.inf)):
         for merged in (empty.merge(held), held.merge(empty)):
             torch.testing.assert_close(merged.read(feature_map, query).out, wanted.out, **ROUNDING)
+
+
+@pytest.mark.parametrize("factor", [-7e-4, 3e-3])
+@pytest.mark.parametrize("name", STREAMS)
+def test_small_factors_add_up_over_thousands_of_tokens(name: str, factor: float) -> None:
+    """As a gate's in a stream; rounded one by one they would be wrong by as many roundings of an exponent."""
+    state, (feature_map, _) = stream(name), STREAMS[name]
+    factor, query = torch.tensor(factor).item(), tokens(3, 2)[0]
+    decayed = state
+    for _ in range(2000):
+        decayed = decayed.decay(factor)
+    found, wanted = (x.read(feature_map, query) for x in (decayed, state))
+    torch.testing.assert_close(found.log_normalizer, wanted.log_normalizer + 2000 * factor, **ROUNDING)
+    once = state.decay(2000 * factor)
+    torch.testing.assert_close(after(name, decayed, 9).out, after(name, once, 9).out, **ROUNDING)
+
+
+def test_a_fading_stream_is_the_whole_call() -> None:
+    """Token by token, with rates that float32 does not hold, of which thousands of tokens add up."""
+    feature_map, _ = STREAMS["exponential"]
+    gate, length = FixedDecay.retnet(8), 3000
+    gates = Gates(gate(torch.zeros(1, length, 1)).log_forget[:, 6:])
+    query, key, value = tokens(length)
+    exact = (x.double() for x in (query, key, value))
+    wanted = gated_attention_with_state(*exact, feature_map, gates).out
+    state, outs = None, []
+    for place in range(length):
+        at = slice(place, place + 1)
+        token = query[:, :, at], key[:, :, at], value[:, :, at]
+        out, state = gated_attention_with_state(*token, feature_map, gates.cut(at), state)
+        outs.append(out)
+    # Exponents of at most some tens, rounded a few times in float32, and sums of as many terms.
+    torch.testing.assert_close(torch.cat(outs, 2).double(), wanted, rtol=1e-5, atol=1e-5)

@@ -43,7 +43,7 @@ class State(Restored):
         built_with: the feature map's `fingerprint()`: its settings, draw and weights; a map with another is refused.
         window: the latest keys of a stream with a window, which are attended to exactly and are not in the sums, by
             groups of rows where these began at different tokens; None without a window.
-        apart: (B, H) float64: the logarithm of a large factor on all weights, as `decay` leaves it; None for 1.
+        apart: (B, H) float64: the logarithm of a factor on all weights that `decay` keeps from `m`; None for 1.
 
     Example:
         >>> import torch, linattn

@@ -1,6 +1,6 @@
 """The sums that keys and values collapse into, (S, z, m), and large factors on their weights.
 
-Large factors are kept apart from exponents: beside them those of keys would lose their digits.
+What exponents would round of a factor is kept apart: beside large ones those of keys would lose their digits.
 Letters as in attention/__init__.py.
 """
 
@@ -68,8 +68,8 @@ def per_feature(factors: Tensor, num_features: int) -> Tensor:
     return factors if count in (1, num_features) else factors.repeat_interleave(num_features // count, -1)
 
 
-# Exponents of this size keep 4e-6 of a weight in float32.
-_FAR = 64.0
+# Exponents of this size keep 4e-6 of a weight in float32; whole steps add up unrounded, thousands of them in a stream.
+_FAR, _STEP = 64.0, 2.0**-10
 # An exponent of this over a dtype's rounding, 4,096 in float32, keeps this share of a weight.
 _FAINT = 2.0**-11
 
@@ -79,24 +79,27 @@ def split_factor(log_factor: Tensor, before: Tensor | None, shape: tuple[int, in
     # Without values to look at exponents take all of it. So they do where it is -inf.
     if is_traced(log_factor) or is_transformed() or log_factor.is_meta:
         return log_factor, before
-    if before is None and bool((log_factor.abs() <= _FAR).all()):
-        return log_factor, None
+    gone, here = log_factor == -torch.inf, log_factor - log_factor.detach()
+    far = torch.where(gone, 0, log_factor.detach()).double() + (0 if before is None else before)
+    if bool(((far.abs() <= _FAR) & ~gone).all()):
+        steps = (far / _STEP).round() * _STEP
+        return here + steps.to(here.dtype), (far - steps).expand(shape) if bool((far != steps).any()) else None
     if not bool((log_factor < torch.inf).all()):
         raise ValueError(
             f"log_factor must be finite, or -inf for the state of no keys, got {log_factor.flatten().tolist()[:8]}; "
             "it is the logarithm of a factor on each key's weight"
         )
-    gone, far = log_factor == -torch.inf, log_factor.detach()
-    far = torch.where(gone, 0, far).double() + (0 if before is None else before)
     # Of a finite one exponents take 0, with its gradient.
-    return torch.where(gone, -torch.inf, log_factor - log_factor.detach()), far.expand(shape)
+    return torch.where(gone, -torch.inf, here), far.expand(shape)
 
 
 def relative_to(state: State, bias: Tensor | None, length: int) -> tuple[State, Tensor | None, Tensor | None]:
     """A state and the biases (B, H or 1, L) of tokens after it, relative to a factor apart (B, H), None for none."""
-    apart = state.apart
-    if apart is None:
+    if (apart := state.apart) is None:
         return state, bias, None
+    biases = apart.new_zeros(1, 1, length) if bias is None else bias
+    if has_values(apart) and bool((apart.abs() <= _STEP).all()):
+        return replace(state, apart=None), (biases - apart.unsqueeze(-1)).to(state.m.dtype), apart
     newest = apart.new_full((1, 1), 0.0 if length else -torch.inf)
     if bias is not None and length:
         newest = bias.detach().amax(-1).to(apart.dtype)
@@ -104,14 +107,13 @@ def relative_to(state: State, bias: Tensor | None, length: int) -> tuple[State, 
     # rows that see the state alone keep their digits: keys fainter still weigh nothing beside a token.
     peak = _peak(state)
     apart = torch.where(peak == -torch.inf, 0, apart)  # A factor on no keys is none.
-    stays = (apart + peak >= newest) | (apart == 0)
+    stays = (apart + peak >= newest) | (apart.abs() <= _STEP)
     least = newest - peak - _FAINT / torch.finfo(state.m.dtype).eps
     near = replace(state, apart=torch.where(stays, apart, torch.maximum(apart, least)))
     apart = torch.where(stays, apart, 0)
     near = replace(near.without(apart), apart=None)
     if has_values(apart) and not bool(apart.any()):
         return near, bias, None
-    biases = apart.new_zeros(1, 1, length) if bias is None else bias
     return near, (biases - apart.unsqueeze(-1)).to(near.m.dtype), apart
 
 
