@@ -297,3 +297,21 @@ def test_forward_mode_is_refused_in_graphs(map_name: str) -> None:
             torch.compile(tangent, backend=backend)(value)
     with pytest.raises(NotImplementedError, match=r"dual numbers inside torch\.compile.* use backend='reference'"):
         torch.func.linearize(attend, value)
+
+
+@pytest.mark.parametrize(("is_causal", "window"), [(False, None), (True, None), (True, 4)])
+def test_a_redraw_before_a_compiled_backward_is_refused(is_causal: bool, window: int | None) -> None:
+    """A graph's backward pass reads the map as it is then, in both parts of a call with a window."""
+    torch.compiler.reset()
+    feature_map, leaves = build_anew("FavorPlus"), [x.requires_grad_() for x in qkv()]
+
+    def attend(*x):
+        return linattn.linear_attention(*x, feature_map, is_causal=is_causal, window=window, enable_gqa=True)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    compiled(*leaves).sum().backward()
+    out = compiled(*leaves)
+    feature_map.redraw(5)
+    with pytest.raises(RuntimeError, match=r"another one in the forward pass .*seed=5.*redraw or fit after backward"):
+        out.sum().backward()
+    compiled(*leaves).sum().backward()
