@@ -217,3 +217,45 @@ def gradients(call: Callable[..., Any], name: str, dtype: torch.dtype) -> list[t
         both.append(torch.autograd.grad(total, leaves, materialize_grads=True))
         assert parts[0].dtype == (torch.float32 if call is rows else width)
     return list(zip(*both, strict=True))
+
+
+class Wide(FeatureMap):
+    """A user's map, whose features or exponents, or its weights, are in float64 whatever it is given."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(8, 8)
+        self.kind, self.exponential = kind, kind == "exponents"
+
+    def query(self, x: Tensor) -> Tensor:
+        features = x if self.exponential else torch.nn.functional.elu(x) + 1
+        return features if self.kind == "weights" else features.double()
+
+    def query_log_weight(self, x: Tensor) -> Tensor | None:
+        return x.double().square().sum(-1) / 4 if self.kind == "weights" else None
+
+    def kernel(self, q: Tensor, k: Tensor) -> Tensor:
+        return features(self, q, "query") @ features(self, k, "key").mT
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["features", "exponents", "weights"])
+def test_features_in_another_dtype_are_taken_in_that_of_the_sums(kind: str, backend: str) -> None:
+    feature_map, given = Wide(kind), qkv(num_queries=9, num_keys=9, heads=2, dtype=torch.float32)
+    exact, options = [x.double() for x in given], {"backend": backend}
+    for is_causal in (False, True):
+        leaves = [x.clone().requires_grad_() for x in given]
+        part = linattn.linear_partial(*leaves, feature_map, is_causal=is_causal, **options)
+        wanted = linattn.linear_partial(*exact, feature_map, is_causal=is_causal, **options)
+        for found, truth in zip(part, wanted, strict=True):
+            assert found.dtype == torch.float32
+            assert relative_error(found.detach(), truth) <= 1e-5
+        assert all(x.dtype == torch.float32 for x in torch.autograd.grad(part.out.sum(), leaves))
+        rows = linattn.attention_rows(*given[:2], feature_map, torch.tensor([3]), is_causal=is_causal)
+        assert rows.dtype == torch.float32
+    state = None
+    for place in range(9):
+        token = (x[:, :, place : place + 1] for x in given)
+        out, state = linattn.linear_attention_with_state(*token, feature_map, state, **options)
+    assert state is not None
+    assert {x.dtype for x in (out, *state.sums)} == {torch.float32}
+    assert relative_error(out, linattn.linear_attention(*exact, feature_map, is_causal=True)[:, :, -1:]) <= 1e-5

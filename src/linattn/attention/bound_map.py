@@ -36,7 +36,7 @@ class BoundMap(NamedTuple):
         if self.feature_map.exponential:
             return None
         weight: Tensor | None = self.run(lambda bound, x: bound.query_log_weight(x), query.device, query.flatten(2, 3))
-        return None if weight is None else weight.unflatten(-1, query.shape[2:4])
+        return None if weight is None else weight.to(accumulation_dtype(query.dtype)).unflatten(-1, query.shape[2:4])
 
 
 def bind(

@@ -86,7 +86,7 @@ def attention_rows(
 
 def _weights(feature_map: FeatureMap, query: Tensor, key: Tensor, logit_bias: Tensor) -> Tensor:
     """Weights (B, H, G, n, Lk) by one product, each row on its own scale; `logit_bias` broadcasts to that shape."""
-    phi_q, phi_k = feature_map.query(query.flatten(2, 3)), feature_map.key(key)
+    phi_q, phi_k = feature_map.query(query.flatten(2, 3)).to(key), feature_map.key(key).to(key)
     if feature_map.exponential:
         # Not causal: all rows see the same keys, so that one maximum per feature serves them.
         exponents = phi_k + logit_bias[:, :, 0, 0].unsqueeze(-1)
@@ -96,13 +96,13 @@ def _weights(feature_map: FeatureMap, query: Tensor, key: Tensor, logit_bias: Te
         phi_q = torch.exp(phi_q - phi_q.detach().amax(-1, keepdim=True))
         return torch.unflatten(phi_q @ torch.exp(exponents - c).mT, 2, query.shape[2:4])
     log_weight = feature_map.key_log_weight(key)
-    logs = logit_bias if log_weight is None else log_weight[:, :, None, None] + logit_bias
+    logs = logit_bias if log_weight is None else log_weight.to(key)[:, :, None, None] + logit_bias
     return torch.unflatten(phi_q @ phi_k.mT, 2, query.shape[2:4]) * exponentials(logs)[0]
 
 
 def _log_weights(feature_map: FeatureMap, query: Tensor, key: Tensor, logit_bias: Tensor) -> Tensor:
     """Weights from log Σ_f φ_f(q)φ_f(k), which no later key can underflow."""
-    lq, lk = feature_map.query(query.flatten(2, 3)), feature_map.key(key)
+    lq, lk = feature_map.query(query.flatten(2, 3)).to(key), feature_map.key(key).to(key)
     step = max(_BUDGET // max(lq[..., 0].numel() * lq.shape[-1], 1), 1)
     logs = torch.cat([torch.logsumexp(lq.unsqueeze(-2) + part.unsqueeze(-3), -1) for part in lk.split(step, -2)], -1)
     return exponentials(logs.unflatten(2, query.shape[2:4]) + logit_bias)[0]

@@ -71,16 +71,16 @@ def _attend(
         rows, reference = _grouped_rows(feature_map, q, k, extended, rise, sums, m)
         log_k, phi_k = feature_map.key_log_weight(k), feature_map.key(k)
     elif feature_map.exponential:
-        lq, lk = feature_map.query(q.flatten(2, 3)).unflatten(2, q.shape[2:4]), feature_map.key(k)
+        lq, lk = feature_map.query(q.flatten(2, 3)).to(q).unflatten(2, q.shape[2:4]), feature_map.key(k).to(q)
         exponents, from_state = _log_weights(lq, lk) + rise, lq + m[:, :, None, None]
         reference = torch.maximum(_peak(exponents, from_state), from_state.amax(-1))
         rows = torch.exp(exponents - reference.unsqueeze(-1)) @ extended.unsqueeze(2)
         rows = rows + torch.exp(from_state - reference.unsqueeze(-1)) @ sums.unsqueeze(2)
         log_k, phi_k = lk, None
     else:
-        phi_q, phi_k = feature_map.query(q.flatten(2, 3)).unflatten(2, q.shape[2:4]), feature_map.key(k)
+        phi_q, phi_k = feature_map.query(q.flatten(2, 3)).to(q).unflatten(2, q.shape[2:4]), feature_map.key(k).to(q)
         weight = feature_map.key_log_weight(k)
-        log_k = phi_k.new_zeros(phi_k.shape[:-1]).unsqueeze(-1) if weight is None else weight.unsqueeze(-1)
+        log_k = phi_k.new_zeros(phi_k.shape[:-1]).unsqueeze(-1) if weight is None else weight.to(q).unsqueeze(-1)
         exponents, state_exponent = log_k[:, :, None, None, :, 0] + rise, m[:, :, None, None, 0]
         reference = torch.maximum(_peak(exponents, phi_q), state_exponent)
         weights = (phi_q @ phi_k.mT.unsqueeze(2)) * torch.exp(exponents - reference.unsqueeze(-1))

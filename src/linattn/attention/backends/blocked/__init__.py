@@ -73,7 +73,7 @@ def _step(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
     log, linear = key_output, None
     if not feature_map.exponential:
         weight, linear = feature_map.key_log_weight(k), key_output
-        log = m.new_zeros(()).expand(m.shape) if weight is None else weight
+        log = m.new_zeros(()).expand(m.shape) if weight is None else weight.to(m.dtype)
     if bias is not None:
         log = log + bias
     phi = log - m
@@ -104,7 +104,7 @@ def _step(feature_map: FeatureMap, inputs: Causal) -> tuple[Rows, Sums]:
 def _both(feature_map: FeatureMap, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Features or exponents of queries (B, H, G, D), and of the key (B, H, 1, D) with its token dimension dropped."""
     if type(feature_map).key is not FeatureMap.key:
-        return feature_map.query(q), feature_map.key(k).squeeze(-2)
+        return feature_map.query(q).to(q.dtype), feature_map.key(k).to(q.dtype).squeeze(-2)
     x, powers = torch.cat((q, k), -2), feature_map.powers(q.dtype)
-    both = feature_map.query(x) if powers is None or powers.is_composed else powers.exponents(x)
+    both = feature_map.query(x).to(q.dtype) if powers is None or powers.is_composed else powers.exponents(x)
     return both.narrow(-2, 0, q.shape[-2]), both.select(-2, -1)

@@ -161,7 +161,7 @@ class KeyBlocks:
         features, weight = self._map.write_key(x, out), self._map.key_log_weight(x)
         if weight is None:
             return Keys(rise, features)
-        log = weight.unsqueeze(-1)
+        log = weight.unsqueeze(-1).to(m.dtype)
         return Keys(log if rise is None else log + rise, features)
 
 
