@@ -4,6 +4,7 @@ torch.export makes of a layer is the layer.
 
 from __future__ import annotations
 
+import copy
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 import layers
 import linattn
-from grid import CAUSAL_MAPS, HEAD_DIM, MAPS, RECORDED_MAPS, build, qkv, tokens
+from grid import CAUSAL_MAPS, HEAD_DIM, MAPS, RECORDED_MAPS, build, build_anew, qkv, tokens
 from linattn import MergedKV, nn, positions
 from merged_rows import MergedLayer
 
@@ -238,3 +239,33 @@ def test_a_program_that_another_process_exported_is_refused(tmp_path: Path, run_
     """
     found = run_program(textwrap.dedent(script), tmp_path / "program.pt2")
     assert "runs in the process that exported it" in found.stdout
+
+
+@pytest.mark.parametrize("gate", [None, positions.ForgetGate(WIDTH, 2), positions.FixedDecay.retnet(2)], ids=repr)
+@pytest.mark.parametrize("name", [None, "Rotary", "LearnedCodes"])
+@pytest.mark.parametrize("kind", [nn.LinearAttention, nn.SoftmaxAttention])
+def test_layers_on_the_meta_device_are_built_loaded_and_refuse_calls_in_words(kind, name, gate) -> None:
+    def built(device: str) -> nn.Attention:
+        encoding = None
+        if name is not None:
+            encoding = positions.Rotary(8) if name == "Rotary" else positions.LearnedCodes(8, 4, max_length=9)
+        feature_map = [build("FavorPlus") if name != "LearnedCodes" else linattn.feature_maps.FavorPlus(12, 8)]
+        feature_map = feature_map if kind is nn.LinearAttention else []
+        options = {"is_causal": True, "gate": copy.deepcopy(gate), "positions": encoding, "device": device}
+        return kind(WIDTH, 2, *feature_map, **options)
+
+    if kind is nn.SoftmaxAttention and name == "LearnedCodes":
+        pytest.skip("a softmax layer takes none")
+    layer, real, x = built("meta"), built("cpu"), torch.randn(1, 5, WIDTH)
+    for call in (layer, layer.forward_with_state):
+        with pytest.raises(ValueError, match=r"meta device.*attention needs values: move the tensors"):
+            call(x.to("meta"))
+    layer.to_empty(device="cpu").load_state_dict(real.state_dict())
+    assert torch.equal(layer(x), real(x))
+
+
+@pytest.mark.parametrize("name", ["FavorPlus", "Taylor", "Hyperbolic"])
+def test_layers_with_rotary_positions_are_built_under_a_fake_mode(name: str) -> None:
+    with FakeTensorMode():
+        layer = nn.LinearAttention(WIDTH, 2, build_anew(name), positions=positions.Rotary(8))
+        assert layer(torch.randn(2, 7, WIDTH)).shape == (2, 7, WIDTH)

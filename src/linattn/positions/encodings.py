@@ -10,7 +10,7 @@ from linattn.feature_maps import FeatureMap
 from linattn.feature_maps.arguments import check_count, check_number, check_seed
 from linattn.softmax.checking import check_dense
 from linattn.softmax.precision import accumulation_dtype
-from linattn.softmax.tracing import is_traced
+from linattn.softmax.tracing import is_fake, is_traced
 
 # A map's own kernel is a float64 oracle: rotating both sides moves it by roundings, or by far more.
 _ROUNDING = 1e-8
@@ -224,7 +224,7 @@ def _keeps_rotations(feature_map: FeatureMap) -> bool:
     turn = torch.linalg.qr(torch.randn(feature_map.head_dim, feature_map.head_dim, **drawn))[0].to(device)
     with torch.no_grad():
         kernel, turned = feature_map.kernel(q, k), feature_map.kernel(q @ turn, k @ turn)
-    return bool((turned - kernel).norm() <= _ROUNDING * kernel.norm())
+    return is_fake(turned) or turned.is_meta or bool((turned - kernel).norm() <= _ROUNDING * kernel.norm())
 
 
 def _rates(head_dim: int, base: float) -> Tensor:
@@ -348,7 +348,7 @@ class LearnedCodes(ConcatenatedCodes):
 
     def check_positions(self, at: Tensor) -> None:
         """Refuse positions beyond the table; a traced call cannot look at them."""
-        if is_traced(at) or not at.numel():
+        if is_traced(at) or at.is_meta or not at.numel():
             return
         low, high = at.min().item(), at.max().item()
         if low < 0 or high >= self.max_length or not bool((at == at.long()).all()):

@@ -192,7 +192,7 @@ def spans(log_forget: Tensor) -> Iterator[slice]:
     length = log_forget.shape[-1]
     is_unread = is_traced(log_forget) or torch._C._functorch.is_functorch_wrapped_tensor(log_forget)
     fallen = log_forget.detach().clamp(min=_LOWEST).abs().cumsum(-1).flatten(0, 1)  # (rows, L)
-    if not length or is_unread or bool((fallen[:, -1] - fallen[:, 0] <= _LONGEST_FALL).all()):
+    if not length or is_unread or log_forget.is_meta or bool((fallen[:, -1] - fallen[:, 0] <= _LONGEST_FALL).all()):
         yield slice(0, length)
         return
     if not bool(fallen[:, -1].isfinite().all()):
