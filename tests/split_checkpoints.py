@@ -56,6 +56,25 @@ def resumed(mesh: DeviceMesh | None, folder: Path, dim: int) -> dict[str, Tensor
     return whole(held(made, optimizer, best))
 
 
+def draws(mesh: DeviceMesh, work: Path) -> tuple[list[Tensor], list[Tensor]]:
+    """What losses draw in eight steps of a training, and in those of one that is cut off after four and resumed."""
+    every: list[list[Tensor]] = []
+    folder = WorkFolder(work, {}, kind="training") if Processes.of_this_run().is_first else None
+    for number, kept in ((8, None), (4, folder), (8, folder)):
+        made, drawn = model(None, 0), []
+        # A process that resumes has drawn others.
+        torch.rand(len(every) // 2)
+
+        def loss(_: int, made: nn.Module = made, drawn: list[Tensor] = drawn) -> Tensor:
+            drawn.append(torch.rand(3))
+            return made(torch.ones(1, 4, dtype=torch.float64)).square().sum()
+
+        parameters = [(list(made.parameters()), 1e-2)]
+        train(Training("law", made, parameters, loss, lambda: 1.0, Steps(number)), kept, lambda *_: None)
+        every.append(drawn)
+    return every[0], every[1] + every[2]
+
+
 def _said(do: Callable[[], object]) -> str:
     """How a call was refused."""
     try:

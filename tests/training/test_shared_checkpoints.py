@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from ranks import NUM_RANKS
-from split_checkpoints import cut_off, refused, resumed, written
+from split_checkpoints import cut_off, draws, refused, resumed, written
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -45,6 +45,14 @@ def test_a_model_that_differs_on_one_rank_is_refused_on_all(run, on_ranks, tmp_p
         assert said.startswith("ValueError: " + ("" if rank == 2 else f"process 2 of {NUM_RANKS}: ") + str(tmp_path))
         assert "0.bias is torch.float64 [5], wanted torch.float64 [6]" in said
         assert not is_changed
+
+
+def test_each_process_draws_numbers_of_its_own_and_the_same_again_when_resumed(on_ranks, tmp_path):
+    """As for dropout: masks that all share would drop the same of every text."""
+    answers = on_ranks(NUM_RANKS, draws, tmp_path)
+    every = [tuple(drawn.tolist()) for whole, _ in answers for drawn in whole]
+    assert len(every) == len(set(every)) == NUM_RANKS * 8
+    assert every == [tuple(drawn.tolist()) for _, cut in answers for drawn in cut]
 
 
 @pytest.mark.parametrize("harm", ["cut", "gone"])

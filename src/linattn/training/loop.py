@@ -1,6 +1,7 @@
 """The training loop: a loss, a budget of time, the best weights so far, checkpoints, curves."""
 
 import math
+import random
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -127,6 +128,7 @@ class _Run:
         self._optimizer = accelerator.prepare_optimizer(optimizer)
         self._is_sharded = any(isinstance(weight, DTensor) for weight in training.model.parameters())
         start = self._resumed()
+        self._seed = self._processes.from_first(torch.initial_seed())  # A checkpoint holds the first process's.
         # Curves of steps that are lost are taken back.
         logging = {} if start is None else {"purge_step": start[0].step + 1}
         if work is not None:
@@ -151,9 +153,9 @@ class _Run:
         if last is None:
             if not self._is_sharded and processes.size > 1:
                 # All begin with what the first process has.
-                weights, random = processes.first_does(lambda: (model.state_dict(), torch.get_rng_state()))
+                weights, drawn = processes.first_does(lambda: (model.state_dict(), torch.get_rng_state()))
                 model.load_state_dict(weights)
-                torch.set_rng_state(random)
+                torch.set_rng_state(drawn)
             return None
         folder, progress = last
         # Whole tensors are read by the first process, which may have the only disk.
@@ -202,6 +204,8 @@ class _Run:
         factor = learning_rate_factor(step, self._training.budget.share(self.progress))
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
+        if self._processes.rank:  # Masks of dropout are each process's own, and the same again in a training resumed.
+            torch.manual_seed(random.Random(f"{self._seed} {self._processes.rank} {step}").getrandbits(63))
         loss = self._training.loss(step)
         self._optimizer.zero_grad()
         self._accelerator.backward(loss)
