@@ -366,4 +366,25 @@ FAULTS = (
         "every = [asked]",
         "lab/tests/commands/test_launched.py -k differently",
     ),
+    Fault(
+        "show the error of one window",
+        "lab/pretraining/card.py",
+        '.removesuffix(" ± nan")',
+        "",
+        "lab/tests/pretraining/test_scoring.py",
+    ),
+    Fault(
+        "read what a training wrote",
+        "lab/pretraining/corpus.py",
+        "elif file != path and any(",
+        "elif file == path and any(",
+        "lab/tests/pretraining/test_corpus.py",
+    ),
+    Fault(
+        "name a folder by how it is given",
+        "lab/pretraining/corpus.py",
+        "Path(os.path.abspath(path)).name",
+        "path.name",
+        "lab/tests/pretraining/test_corpus.py",
+    ),
 )

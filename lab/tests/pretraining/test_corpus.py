@@ -153,3 +153,19 @@ def test_pipes_are_refused_and_no_file_is_read_twice(tmp_path, monkeypatch):
     assert read_documents([tmp_path / "text"])[0] == [("text", b"words")]
     assert read_documents([tmp_path])[0][0][1] == b"words"
     assert times == ["text", "text"]
+
+
+def test_what_a_training_writes_is_not_read_and_a_folder_has_its_name_from_within(tmp_path, monkeypatch):
+    """Or no training whose folder lies among its texts could be resumed."""
+    for name in ("texts/a.txt", "texts/models/out/README.md", "texts/models/out.unfinished/training.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    out = tmp_path / "texts" / "models" / "out"
+    found, left_out = read_documents([tmp_path / "texts"], (out, out.with_name("out.unfinished")))
+    assert (found, left_out) == ([("texts/a.txt", b"texts/a.txt")], {"of this training": 2})
+    # What is given by name is read.
+    assert read_documents([out / "README.md"], (out,))[0] == [("README.md", b"texts/models/out/README.md")]
+    monkeypatch.chdir(out)
+    assert read_documents([Path("..") / ".."], (out, out.with_name("out.unfinished")))[0] == found
+    monkeypatch.chdir(tmp_path / "texts")
+    assert read_documents([Path()], (out, out.with_name("out.unfinished")))[0] == found

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from linattn_lab.pretraining import scoring
+from linattn_lab.pretraining.card import score_table
 from linattn_lab.pretraining.scoring import bits_per_byte, frequency_bits, score, windows
 
 
@@ -81,3 +82,13 @@ def test_frequencies_of_bytes():
     training, text = torch.tensor([1, 1, 1, 2], dtype=torch.uint8), torch.tensor([1, 2, 3], dtype=torch.uint8)
     expected = -(math.log2(4 / 260) + math.log2(2 / 260) + math.log2(1 / 260)) / 3
     assert frequency_bits(training, text) == pytest.approx(expected, rel=1e-12)
+
+
+def test_one_window_has_no_error_to_show():
+    """Of one window there is no spread."""
+    batch = torch.arange(65)[None] % 4
+    shown = [
+        score_table(SimpleNamespace(test=score(Periodic(), given), uniform_bits=8.0, frequency_bits=2.0)).rows[-1]
+        for given in (batch, batch.repeat(2, 1))
+    ]
+    assert shown == [("this model", "1.500"), ("this model", "1.500 ± 0.000")]

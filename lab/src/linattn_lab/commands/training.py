@@ -56,7 +56,7 @@ def training(call: typer.Context, out: Path, asked: Asked) -> None:
         shared_folder("training a model", processes, out, call, is_continued=resume) as (console, work),
     ):
         model = _model(asked.model)
-        corpus = _corpus(asked, console)
+        corpus = _corpus(asked, out, console)
         if resume and work is not None and not (work / _CHECKPOINTS).exists():
             _take_up(out, work, config, identity(model, corpus, config))
         pace = partial(_pace, config.context * config.batch_size)
@@ -69,11 +69,11 @@ def training(call: typer.Context, out: Path, asked: Asked) -> None:
         _print(console, trained, out)
 
 
-def _corpus(asked: Asked, console: Console) -> Corpus:
-    """The text, after a line on what is left out of it and on how it is split."""
+def _corpus(asked: Asked, out: Path, console: Console) -> Corpus:
+    """The text, after a line on what is left out of it, as what this training writes, and on how it is split."""
     if not asked.text:
         return from_documents(python_documents(), context=asked.config.context)
-    documents, left_out = read_documents(asked.text)
+    documents, left_out = read_documents(asked.text, (out, out.with_name(f"{out.name}.unfinished")))
     corpus = from_documents(documents, context=asked.config.context)
     split = "by file" if corpus.is_split_by_file else "by position: the last two sixteenths of each are not trained on"
     without = "; ".join(f"{number:,} left out: {reason}" for reason, number in left_out.items())

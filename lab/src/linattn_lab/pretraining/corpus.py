@@ -6,6 +6,7 @@ Letters: B batch, L bytes of context.
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import sysconfig
 from collections import Counter
@@ -125,30 +126,33 @@ def python_documents() -> Iterator[Document]:
         yield f"topics/{topic}", text.encode()
 
 
-def read_documents(paths: Sequence[Path]) -> tuple[list[Document], Counter[str]]:
+def read_documents(paths: Sequence[Path], without: Sequence[Path] = ()) -> tuple[list[Document], Counter[str]]:
     """Texts of files and folders, and how many files of folders were left out, by the reason.
 
-    Of folders hidden files, files in hidden folders, links to folders and files that are no text in UTF-8 are left out.
-    Names, by which documents are split, begin at the file or folder given: where that stands is no matter.
+    Of folders hidden files, files in hidden folders, links to folders, files that are no text in UTF-8 and those in
+    the folders `without`, as what a training writes, are left out. Names, by which documents are split, begin at the
+    file or folder given: where that stands is no matter.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
         ValueError: a file that is given is no text in UTF-8.
     """
-    documents: list[Document] = []
-    left_out: Counter[str] = Counter()
+    documents, left_out = list[Document](), Counter[str]()
     for path in paths:
         if not (path.is_file() or path.is_dir()):
             raise FileNotFoundError(f"there is no file or folder {path}; give one that there is, and no pipe")
+        named = Path(os.path.abspath(path)).name  # Of "." too.
         # What is no folder; a link to one is not followed.
         files = sorted(file for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
         for file in files if path.is_dir() else [path]:
             if any(part.startswith(".") for part in file.relative_to(path).parts):
                 left_out["hidden"] += 1
+            elif file != path and any(file.resolve().is_relative_to(folder) for folder in without):
+                left_out["of this training"] += 1
             elif not file.is_file():
                 left_out["a link to a folder, or no file"] += 1
             elif _is_text(content := file.read_bytes()):
-                documents.append((str(file.relative_to(path.parent)), content))
+                documents.append((str(Path(named, file.relative_to(path))), content))
             elif file == path:
                 raise ValueError(f"{path} is no text in UTF-8; give a text, or save it in UTF-8")
             else:

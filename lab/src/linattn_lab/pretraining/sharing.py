@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -105,7 +105,8 @@ class Share:
             yield
             return
         layers = [module for module in model.modules() if isinstance(module, Attention)]
-        mesh = self._mesh()
+        shape = self.processes.size // self.num_parts, self.num_parts
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "sequence"))["sequence"]
         for layer in layers:
             parallelize_module(layer, mesh, ContextParallel(equal_lengths=True))
         try:
@@ -113,8 +114,3 @@ class Share:
         finally:
             for layer in layers:
                 layer.parts = None
-
-    def _mesh(self) -> DeviceMesh:
-        """The processes that share a text with this one."""
-        shape = self.processes.size // self.num_parts, self.num_parts
-        return init_device_mesh("cpu", shape, mesh_dim_names=("data", "sequence"))["sequence"]
