@@ -204,8 +204,8 @@ FAULTS = (
     Fault(
         "leave a mask of pairs out of softmax without a word",
         "softmax/attention.py",
-        "if attn_mask is not None or dropout_p:",
-        "if dropout_p:",
+        "    refuse_sdpa_options(attn_mask, dropout_p)",
+        "    refuse_sdpa_options(None, dropout_p)",
         "tests/laws/test_sdpa_options.py",
     ),
     Fault(
@@ -228,5 +228,40 @@ FAULTS = (
         "if not isinstance(p, Partial)]:",
         "if False]:",
         "tests/laws/test_refusals.py",
+    ),
+    Fault(
+        "pull a graph back by another draw",
+        "attention/backends/blocked/opaque.py",
+        "if is_read and number.item()",
+        "if not is_read and number.item()",
+        "tests/laws/test_transforms.py",
+    ),
+    Fault(
+        "add weights to sums of another dtype",
+        "attention/backends/blocked/features.py",
+        "weight.unsqueeze(-1).to(m.dtype)",
+        "weight.unsqueeze(-1)",
+        "tests/laws/test_precision.py",
+    ),
+    Fault(
+        "go on from a step in the map's own dtype",
+        "attention/backends/blocked/__init__.py",
+        "feature_map.query(x).to(q.dtype) if",
+        "feature_map.query(x) if",
+        "tests/laws/test_precision.py",
+    ),
+    Fault(
+        "take calls without heads",
+        "softmax/checking.py",
+        "if 0 in (query.shape[1], key.shape[1]) or",
+        "if",
+        "tests/laws/test_refusals.py",
+    ),
+    Fault(
+        "ask for the autocast of no device",
+        "softmax/precision.py",
+        'device.type == "meta" or ',
+        "",
+        "tests/laws/test_shapes_alone.py",
     ),
 )

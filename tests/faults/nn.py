@@ -68,8 +68,8 @@ FAULTS = (
     Fault(
         "leave a gated layer's window out",
         "nn/linear_attention.py",
-        "heads.gates, past, key_mask=mask, enable_gqa=True, window=window)",
-        "heads.gates, past, key_mask=mask, enable_gqa=True)",
+        "heads.gates, past, **options)",
+        'heads.gates, past, **options | {"window": None})',
         LAYERS,
     ),
     Fault(

@@ -49,6 +49,16 @@ TABLE: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "value are on the meta device.*attention needs values.*FakeTensorMode",
     ),
+    "no-heads": (
+        lambda: attend(*(x[:, :0] for x in (Q, K, V))),
+        ValueError,
+        "query heads must be one or more, a multiple of the key/value heads, got 0 and 0; give",
+    ),
+    "no-query-heads": (
+        lambda: attend(query=Q[:, :0], enable_gqa=True),
+        ValueError,
+        "key/value heads, got 0 and 2; give",
+    ),
     "state-to-a-dtype": (
         lambda: state_of().to(torch.float32),
         TypeError,

@@ -219,8 +219,8 @@ def test_precision_follows_the_parameters() -> None:
 
 
 REFUSED = {
-    "embed_dim must be a positive integer": lambda: LinearAttention(0, 1, EluPlusOne(4)),
-    "head_dim must be a positive integer": lambda: linear(EluPlusOne(4), head_dim=0),
+    "embed_dim must be an integer of at least 1": lambda: LinearAttention(0, 1, EluPlusOne(4)),
+    "head_dim must be an integer of at least 1": lambda: linear(EluPlusOne(4), head_dim=0),
     "num_heads must be a multiple of num_kv_heads": lambda: linear(EluPlusOne(4), num_kv_heads=3),
     "embed_dim must be a multiple of num_heads": lambda: LinearAttention(10, 4, EluPlusOne(4)),
     "built for head_dim=5": lambda: linear(EluPlusOne(5)),

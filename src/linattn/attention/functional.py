@@ -89,10 +89,9 @@ def linear_attention(
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 4-6; Choromanski et al. 2021 (arXiv 2009.14794),
         section 2.
     """
-    if attn_mask is not None or dropout_p:
-        refuse_sdpa_options(attn_mask, dropout_p)
-    tokens, weights = (query, key, value), (key_mask, key_bias)
-    call = _checked(tokens, feature_map, weights, enable_gqa, window, backend, is_causal=is_causal)
+    refuse_sdpa_options(attn_mask, dropout_p)
+    tokens = query, key, value
+    call = _checked(tokens, feature_map, (key_mask, key_bias), enable_gqa, window, backend, is_causal=is_causal)
     return _attend(call, backend, window, None)[0].out.flatten(1, 2).to(call.value.dtype)
 
 
@@ -125,8 +124,8 @@ def linear_partial(
         >>> round(linear_partial(q, k, v, relu).log_normalizer.exp().item(), 4)
         4.0
     """
-    tokens, weights = (query, key, value), (key_mask, key_bias)
-    call = _checked(tokens, feature_map, weights, enable_gqa, window, backend, is_causal=is_causal)
+    tokens = query, key, value
+    call = _checked(tokens, feature_map, (key_mask, key_bias), enable_gqa, window, backend, is_causal=is_causal)
     rows, *_ = _attend(call := call.weighed(), backend, window, None)
     return (rows if isinstance(rows, Partial) else as_partial(call, rows)).ungrouped(call.value.dtype)
 
@@ -180,10 +179,9 @@ def linear_attention_with_state(
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
     """
-    if attn_mask is not None or dropout_p:
-        refuse_sdpa_options(attn_mask, dropout_p)
-    tokens, weights = (query, key, value), (key_mask, key_bias)
-    call, rows, after = _advance(tokens, feature_map, state, weights, enable_gqa, window, backend)
+    refuse_sdpa_options(attn_mask, dropout_p)
+    tokens = query, key, value
+    call, rows, after = _advance(tokens, feature_map, state, (key_mask, key_bias), enable_gqa, window, backend)
     return Attended(rows.out.flatten(1, 2).to(call.value.dtype), after)
 
 
@@ -221,8 +219,8 @@ def linear_partial_with_state(
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
     """
-    tokens, weights = (query, key, value), (key_mask, key_bias)
-    call, rows, after = _advance(tokens, feature_map, state, weights, enable_gqa, window, backend)
+    tokens = query, key, value
+    call, rows, after = _advance(tokens, feature_map, state, (key_mask, key_bias), enable_gqa, window, backend)
     part = rows if isinstance(rows, Partial) else as_partial(call, rows)
     return AttendedPartial(part.times(after.apart).ungrouped(call.value.dtype), after)
 
@@ -237,8 +235,7 @@ def _advance(
     backend: str,
 ) -> tuple[Call, Rows | Partial, State]:
     """The call by a map, its rows (B, Hkv, G, Lq, ·) over the state's keys and these, and the state after them."""
-    call = _checked(tokens, feature_map, weights, enable_gqa, window, backend, is_causal=True)
-    apart = None
+    call, apart = _checked(tokens, feature_map, weights, enable_gqa, window, backend, is_causal=True), None
     if state is not None:
         if not isinstance(state, State):
             raise TypeError(f"state must be a linattn.State or None, got {type(state).__name__}")

@@ -99,8 +99,7 @@ def linear_attention_packed_with_state(
     packing = _Packing((query, key, value), (key_mask, key_bias), feature_map, cu_seqlens, enable_gqa=enable_gqa)
     calls = packing.calls(enable_gqa=enable_gqa, backend=backend)
     attended = [linear_attention_with_state(*qkv, feature_map, **options) for qkv, options in calls]
-    sums = zip(*(one.state.sums for one in attended), strict=True)
-    S, z, m = (in_order(packing.groups, rows) for rows in sums)
+    S, z, m = (in_order(packing.groups, rows) for rows in zip(*(x.state.sums for x in attended), strict=True))
     return Attended(packing.packed([one.out for one in attended]), State(S, z, m, attended[0].state.built_with))
 
 

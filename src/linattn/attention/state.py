@@ -278,8 +278,7 @@ class State(Restored):
         """The state with each of its tensors changed alike, the keys of its window unless others are given."""
         window = window or (self.window and self.window.each(change))
         apart = None if self.apart is None else change(self.apart)
-        S, z, m = (change(x) for x in self._relative_sums)
-        return State(S, z, m, self.built_with, window, apart).known_to_fit(self._fits)
+        return State(*Sums(*map(change, self._relative_sums)), self.built_with, window, apart).known_to_fit(self._fits)
 
     def without(self, apart: Tensor | None) -> State:
         """Move all but so much, (B, H), of the factor into exponents."""

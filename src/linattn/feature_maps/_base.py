@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.feature_maps._powers import Powers, as_powers
+from linattn.feature_maps.arguments import check_count
 from linattn.feature_maps.digests import digest_of_weights
 from linattn.softmax.checking import check_dense
 from linattn.softmax.precision import outside_autocast
@@ -112,11 +113,8 @@ class FeatureMap(nn.Module, ABC):
 
     def __init__(self, head_dim: int, num_features: int) -> None:
         super().__init__()
-        for name, size in (("head_dim", head_dim), ("num_features", num_features)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} must be a positive integer, got {size!r}")
-        self.head_dim = head_dim
-        self.num_features = num_features
+        self.head_dim = check_count("head_dim", head_dim)
+        self.num_features = check_count("num_features", num_features)
         self._register_handle()
 
     def _register_handle(self) -> None:

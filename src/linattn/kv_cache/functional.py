@@ -88,8 +88,7 @@ def merged_attention(
         >>> out.flatten().tolist()  # all keys are alike: one stands for four
         [4.0, 4.0, 4.0, 4.0]
     """
-    if attn_mask is not None or dropout_p:
-        refuse_sdpa_options(attn_mask, dropout_p)
+    refuse_sdpa_options(attn_mask, dropout_p)
     weights, options = (key_mask, key_bias), (enable_gqa, soft_cap, backend)
     tokens = _checked((query, key, value), config, weights, options, is_causal=is_causal)
     return _rows(tokens, config, with_log=False, backend=backend).out.flatten(1, 2)
@@ -173,8 +172,7 @@ def merged_attention_with_state(
         >>> out.item()
         4.0
     """
-    if attn_mask is not None or dropout_p:
-        refuse_sdpa_options(attn_mask, dropout_p)
+    refuse_sdpa_options(attn_mask, dropout_p)
     tokens, keys = _begun((query, key, value), config, state, (key_mask, key_bias), (enable_gqa, soft_cap, backend))
     rows, after = _continued(tokens, keys, config, with_log=False, backend=backend)
     return Attended(rows.out.flatten(1, 2), _state(after, tokens))

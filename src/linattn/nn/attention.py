@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.attention import State
+from linattn.feature_maps.arguments import check_count
 from linattn.nn.streams import KeptTokens, Stream
 from linattn.positions import Gate, Gates, Position, token_positions
 from linattn.softmax.checking import check_dense, check_mask
@@ -79,8 +80,7 @@ class Attention(nn.Module, ABC):
         self.g_proj = nn.Linear(embed_dim, wide, **made) if output_gate else None
         if qk_norm is not None and qk_norm not in _NORMS:
             raise ValueError(f"qk_norm must be one of {tuple(_NORMS)} or None, got {qk_norm!r}")
-        norms = (None if qk_norm is None else _NORMS[qk_norm](self.head_dim, **made) for _ in range(2))
-        self.q_norm, self.k_norm = norms
+        self.q_norm, self.k_norm = (qk_norm and _NORMS[qk_norm](self.head_dim, **made) for _ in range(2))
         self._check_order(positions, gate)
         self.positions = positions if positions is None or device is None else positions.to(device)
         self.gate = gate if gate is None or device is None else gate.to(device)
@@ -264,8 +264,7 @@ def _checked_head_dim(embed_dim: int, num_heads: int, num_kv_heads: int, head_di
     """The width of a head; sizes that do not fit are refused."""
     sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
     for name, size in (sizes if head_dim is None else {**sizes, "head_dim": head_dim}).items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} must be a positive integer, got {size!r}")
+        check_count(name, size)
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
     if head_dim is None and embed_dim % num_heads:

@@ -172,11 +172,10 @@ class LinearAttention(Attention):
 
     def _attend_with_state(self, heads: Heads, past: State | None) -> tuple[Tensor, State]:
         """By the op with a state, gated or not."""
-        tokens = heads.query, heads.key, heads.value, self.feature_map
-        mask, window = heads.key_mask, self.window
+        options: Any = {"key_mask": heads.key_mask, "enable_gqa": True, "window": self.window}
         if heads.gates is None:
-            return linear_attention_with_state(*tokens, past, key_mask=mask, enable_gqa=True, window=window)
-        return gated_attention_with_state(*tokens, heads.gates, past, key_mask=mask, enable_gqa=True, window=window)
+            return linear_attention_with_state(*heads[:3], self.feature_map, past, **options)
+        return gated_attention_with_state(*heads[:3], self.feature_map, heads.gates, past, **options)
 
 
 def _check_representable(mha: nn.MultiheadAttention) -> None:

@@ -219,13 +219,10 @@ class Columns:
     def _key_columns(self, x: Tensor, at: slice, columns: slice) -> Tensor:
         """Features of keys relative to their largest."""
         phi = self._map.key(x)[..., columns]
-        if self._peak is None:
-            return phi
-        if self._map.exponential:
+        if self._peak is not None and self._map.exponential:
             return torch.exp(phi - self._peak[..., columns])
         exponents = self._key_exponents(x)
-        assert exponents is not None
-        return phi * torch.exp(exponents - self._peak)
+        return phi if exponents is None or self._peak is None else phi * torch.exp(exponents - self._peak)
 
     def _query_columns(self, x: Tensor, at: slice, columns: slice) -> Tensor:
         """Features of queries, exponentials relative to the row's largest."""

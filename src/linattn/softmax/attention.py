@@ -51,8 +51,7 @@ def softmax_attention(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), equation 1.
     """
-    if attn_mask is not None or dropout_p:
-        refuse_sdpa_options(attn_mask, dropout_p)
+    refuse_sdpa_options(attn_mask, dropout_p)
     tokens, takes_jagged = (query, key, value), not is_causal and key_mask is None and key_bias is None
     query, key, value, bias = checked(tokens, key_mask, key_bias, enable_gqa=enable_gqa, takes_jagged=takes_jagged)
     with outside_autocast(query.device):

@@ -94,16 +94,16 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool
             f"key and value must share (batch, heads, length), got {tuple(key.shape[:3])} and "
             f"{tuple(value.shape[:3])}; give one value for each key"
         )
-    if query.shape[1] == key.shape[1]:
+    if query.shape[1] == key.shape[1] > 0:
         return
-    if not enable_gqa:
+    if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
             f"query has {query.shape[1]} heads, key and value have {key.shape[1]}; pass enable_gqa=True if groups of "
             "query heads share a key/value head"
         )
-    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+    if 0 in (query.shape[1], key.shape[1]) or query.shape[1] % key.shape[1]:
         raise ValueError(
-            f"with enable_gqa the query heads must be a multiple of the key/value heads, got {query.shape[1]} and "
+            f"query heads must be one or more, a multiple of the key/value heads, got {query.shape[1]} and "
             f"{key.shape[1]}; give each key/value head as many query heads"
         )
 
@@ -257,8 +257,8 @@ def refuse(name: str, x: object, wanted: str, remedy: str) -> NoReturn:
     raise TypeError(f"the state's {name} must be {wanted}, got {type(x).__name__}; {remedy}")
 
 
-def refuse_sdpa_options(attn_mask: object, dropout_p: float) -> NoReturn:
-    """Say which options take the place of a mask of pairs, or what to do in place of dropout on the weights."""
+def refuse_sdpa_options(attn_mask: object, dropout_p: float) -> None:
+    """Refuse a mask of pairs, and dropout on the weights: say which options, or what, to take in their place."""
     if attn_mask is not None:
         kind = f"{attn_mask.dtype} of shape {tuple(attn_mask.shape)}" if isinstance(attn_mask, Tensor) else attn_mask
         raise TypeError(
@@ -266,10 +266,11 @@ def refuse_sdpa_options(attn_mask: object, dropout_p: float) -> NoReturn:
             "bool with True = attend, a causal mask as is_causal=True (calls with a state are causal), a bias on keys "
             "as key_bias=, (B, Hkv or 1, Lk); for other masks call torch's scaled_dot_product_attention"
         )
-    raise ValueError(
-        f"dropout_p must be 0, got {dropout_p}; no weights are stored that could be dropped: drop outputs, with "
-        "torch.nn.functional.dropout"
-    )
+    if dropout_p:
+        raise ValueError(
+            f"dropout_p must be 0, got {dropout_p}; no weights are stored that could be dropped: drop outputs, with "
+            "torch.nn.functional.dropout"
+        )
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
