@@ -17,6 +17,7 @@ FAULTS = (
     ),
     Fault("weigh errors of all blocks alike", CODES, "4.0 ** bits.to(precise)", "1.0 ** bits.to(precise)", LAWS),
     Fault("let scales overflow float16", CODES, ".clamp(-_LARGEST, _LARGEST)", "", LAWS),
+    Fault("let scales of cut rows overflow float16", CODES, "_LARGEST = 2.0**14", "_LARGEST = 2.0**15", LAWS),
     Fault(
         "begin numbers a bit late",
         CODES,
@@ -32,7 +33,11 @@ FAULTS = (
         "order = (0 * weight).round()",
         LAWS,
     ),
-    Fault("leave the mean in", FRAMES, "mean = share @ x", "mean = 0 * (share @ x)", STREAMS),
+    Fault("leave the mean in", FRAMES, "mean = mean + share @ (x - mean)", "mean = 0 * mean", STREAMS),
+    Fault("take a mean's rounding for a deviation", FRAMES, "mean = mean + share @ (x - mean)", "pass", STREAMS),
+    Fault(
+        "cut what differs from rows nearly alike", FRAMES, "torch.maximum(size, _SHORTEST * length)", "size", STREAMS
+    ),
     Fault(
         "measure all coordinates alike",
         FRAMES,
@@ -43,7 +48,7 @@ FAULTS = (
     Fault(
         "round by the unit where there is but one key",
         FRAMES,
-        "torch.where(size == 0, mean.abs().mean(-1, keepdim=True), size)",
+        "torch.where(size == 0, length, size)",
         "torch.where(size == 0, 1, size)",
         STREAMS,
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 
+import numpy as np
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -109,10 +110,21 @@ def is_within(budget, sizes, bits):
     return False
 
 
-@pytest.mark.parametrize("widths", [{"head_dim": 0}, {"head_dim": -64}, {"head_dim": 64, "num_groups": 0}], ids=str)
-def test_widths_of_no_head_are_refused(widths):
-    with pytest.raises(ValueError, match=r"head_dim and num_groups must be positive, and value_dim not negative, got"):
-        MergedKV.within(512, **widths)
+@pytest.mark.parametrize("wrong", [0, -64, "64", 64.0, None, True, np.int64(64)], ids=repr)
+@pytest.mark.parametrize("name", ["head_dim", "num_groups"])
+def test_widths_of_no_head_are_refused(name, wrong):
+    with pytest.raises(
+        ValueError, match=r"head_dim and num_groups must be positive integers, value_dim an integer ≥ 0"
+    ):
+        MergedKV.within(512, **{"head_dim": 64, name: wrong})
+
+
+@pytest.mark.parametrize("wrong", ["float16", None, 4, torch.int8, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_dtypes_of_no_keys_are_refused(wrong):
+    with pytest.raises(
+        TypeError, match=r"dtype must be a float of 16 bits or more, got .*; give that of the model's keys"
+    ):
+        MergedKV.within(512, head_dim=64, dtype=wrong)
 
 
 @pytest.mark.parametrize("recall", RECALLS)

@@ -296,6 +296,20 @@ def test_a_text_that_turns_keeps_its_digits() -> None:
     assert errors[1] < 2.5 * errors[0]
 
 
+@pytest.mark.parametrize("apart", [0.0, 1e-5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_text_that_begins_with_one_value_keeps_its_digits(dtype: torch.dtype, apart: float) -> None:
+    """One token again and again has one value in a model's first layer, and nearly one in others."""
+    query, key, value = qkv(**SIZES, dtype=dtype)
+    begun = value[:, :, :1] * (1 + apart * value[:, :, :50])
+    turned, config = torch.cat((begun, value[:, :, 50:]), 2), MergedKV(4, LENGTH, bits=4)
+    errors = [
+        relative_error(attend(query, key, x, config)[:, :, 60:], exactly(query, key, x)[:, :, 60:])
+        for x in (value, turned)
+    ]
+    assert errors[1] < 2.5 * errors[0]
+
+
 def test_keys_that_stay_alone_keep_their_codes() -> None:
     """However often others are merged: rounding is not repeated."""
     given, config, state, before = qkv(**SIZES), MergedKV(2, 32, bits=3), None, None

@@ -62,6 +62,14 @@ def test_a_window_that_holds_all_keys_is_softmax_attention(window: int) -> None:
         torch.testing.assert_close(found.double(), truth, rtol=scale * TOLERANCE, atol=scale * TOLERANCE)
 
 
+def test_few_keys_are_refused_for_what_many_are() -> None:
+    """Where none are merged too: a call that runs on a short text runs on a long one."""
+    for length in (5, LENGTH):
+        tokens = (x[:, :, :length].double() for x in given())
+        with pytest.raises(ValueError, match="takes float32, bfloat16 and float16, and the tensors are"):
+            everywhere(tuple(tokens), MergedKV(None, 20, bits=None), "compiled")
+
+
 def test_queries_may_be_others_than_keys() -> None:
     tokens = qkv(num_queries=70, num_keys=LENGTH, dtype=torch.float32)
     options = {"enable_gqa": True, "config": MergedKV(None, 20, bits=None), "key_bias": biases("heads")}

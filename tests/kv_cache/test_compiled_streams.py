@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -281,11 +281,7 @@ def test_gradients_of_what_is_kept_go_through_plain_torch() -> None:
     ("change", "config", "words"),
     [
         (lambda x: x.double(), MergedKV(4, 6, bits=None, num_sinks=0), "takes float32, bfloat16 and float16"),
-        (
-            lambda x: x[:, :, :0],
-            MergedKV(4, 6, bits=None, num_sinks=0),
-            "with queries and with values of a width, and this has none",
-        ),
+        (lambda x: x[:, :, :0].double(), MergedKV(4, 6, bits=None, num_sinks=0), "takes float32, bfloat16 and float16"),
         (lambda x: x.clone().requires_grad_(), MergedKV(4, 6, bits=None, num_sinks=0), "gradients follow this call"),
         (lambda x: x, MergedKV(4, 6, bits=None), "no attention sinks beside exact keys, and 4 are to be kept"),
     ],
@@ -307,6 +303,40 @@ def test_runs_of_tokens_without_a_query_are_taken_in() -> None:
         for backend in ("torch", "compiled")
     ]
     torch.testing.assert_close(*outs)
+
+
+@pytest.mark.parametrize("config", [MergedKV(4, 6, bits=None, num_sinks=0), MergedKV(4, 20, bits=3)], ids=str)
+def test_calls_without_a_query_run_in_it_too(config: MergedKV, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those without a token; what is kept is what a call with queries keeps of them, if its sample had them."""
+    query, key, value = given()
+    chunks = ((0, 0), (0, 40), (40, 40), (40, key.shape[2]))
+    kept = []
+    for backend in ("torch", "compiled"):
+        if backend == "compiled":
+            monkeypatch.setattr(stream, "stream_in_torch", partial(_in_compiled_code, stream.stream_in_torch))
+        state = None
+        for start, stop in chunks:
+            tokens = query[:, :, :0], key[:, :, start:stop], value[:, :, start:stop]
+            out, state = linattn.merged_attention_with_state(*tokens, config, state, enable_gqa=True, backend=backend)
+            assert out.shape == (*query.shape[:2], 0, value.shape[-1])
+        kept.append(state.tokens())
+    for x, y in zip(*kept, strict=True):
+        torch.testing.assert_close(x, y, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _in_compiled_code(run: Callable[..., object], *given: object, in_compiled_code: bool, **options: object) -> object:
+    """A stream in plain torch, which must be one whose codes are written elsewhere."""
+    assert in_compiled_code
+    return run(*given, in_compiled_code=in_compiled_code, **options)
+
+
+@pytest.mark.parametrize("config", [MergedKV(4, 6, bits=None, num_sinks=0), MergedKV(4, 20, bits=3)], ids=str)
+def test_values_of_no_width_are_refused(config: MergedKV) -> None:
+    query, key, value = given()
+    with pytest.raises(ValueError, match="takes values of a width, and these have none"):
+        linattn.merged_attention(
+            query, key, value[..., :0], config, is_causal=True, enable_gqa=True, backend="compiled"
+        )
 
 
 def test_graphs_and_maps_of_functions_leave_it_alone() -> None:

@@ -183,6 +183,14 @@ def test_numbers_beyond_float16_s_scales_are_finite(value: float) -> None:
     assert rounded.isfinite().all()
 
 
+def test_scales_of_rows_that_are_cut_are_finite() -> None:
+    """A scale is more than twice the numbers where the nearest levels are less than half of them."""
+    bits, draw = torch.full((1, 1, 1), 2, dtype=torch.uint8), torch.Generator().manual_seed(0)
+    share, place = (torch.rand(1, 1, 500, 8, generator=draw) for _ in range(2))
+    rows = torch.where(place < 0.5, 1e9, share[..., :1] * 2.0**15)
+    assert Codes.of(rows, bits, 2).scale.isfinite().all()
+
+
 def test_mixing_keeps_lengths_and_is_its_own_inverse() -> None:
     for block in (1, 8, 16, 32):
         x = normal(4, 96)

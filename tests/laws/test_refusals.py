@@ -83,6 +83,19 @@ TABLE: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "multiple of the key/value heads, got 3 and 2",
     ),
+    **{
+        f"no-width-{call.__name__}": (
+            lambda call=call, how=how: call(Q[..., :0], K[..., :0], V, *how),
+            ValueError,
+            "query must have a head width, got .*; give one number a head or more",
+        )
+        for call, how in (
+            (linattn.linear_attention, [MAP]),
+            (linattn.softmax_attention, []),
+            (linattn.softmax_partial, []),
+            (linattn.merged_attention, [linattn.MergedKV(None, 4)]),
+        )
+    },
     "head-dim": (
         lambda: attend(feature_map=FavorPlus(4, 12)),
         ValueError,

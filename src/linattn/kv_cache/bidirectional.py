@@ -44,8 +44,9 @@ def attend_all_merging(
     """Rows over all keys; O(L·(C + S)·D + L·C·Dv + L·r·(C + D + Dv)) time per head, a window's O(L·w·(D + Dv))."""
     key, value = inert(bias, key, value)
     key_bias = query.new_zeros(1, 1, 1, dtype=torch.promote_types(key.dtype, torch.float32)) if bias is None else bias
-    tokens = Tokens(key, value, key_bias.expand(key.shape[:3]))
-    tokens = Tokens(*(x.to(key_bias.dtype) for x in tokens))
+    tokens = Tokens(*(x.to(key_bias.dtype) for x in (key, value, key_bias.expand(key.shape[:3]))))
+    # Asked of few keys too, which nothing merges: a call that runs on a short text runs on a long one.
+    backend = "compiled" if is_compiled(backend, scoring.soft_cap, query, tokens) else "torch"
     # Within two blocks every row sees every key as it is.
     if key.shape[2] <= max(config.num_merged, 2 * (config.window or 0)):
         return _read(query, tokens, scoring, with_log=with_log)
@@ -83,10 +84,9 @@ def _attend_merging(
     sample = sampled_evenly(query, tokens.bias != -torch.inf, config.num_merged, scoring.scale, is_masked=is_masked)
     with torch.no_grad():
         distances = _distances(tokens, sample.spread)
-    if is_compiled(backend, scoring.soft_cap, query, tokens):
+    if backend == "compiled":
         start = _num_seeds(config.num_merged), _ROUNDS
-        scale = scoring.scale
-        return everywhere_in_compiled_code(query, tokens, sample, distances, config, start, scale, with_log=with_log)
+        return everywhere_in_compiled_code(query, tokens, sample, distances, config, start, scoring, with_log=with_log)
     attended = sample.attends(tokens, scoring.soft_cap)
     with torch.no_grad():
         number = _clusters(tokens, distances, attended.log_mass, config.num_merged)

@@ -69,8 +69,9 @@ def within_budget(
 ) -> MergedKV:
     """`MergedKV.within`, for a layer of these sizes; the window takes the share `near`, None for what is best."""
     check_budget(budget)
-    if min(sizes.head_dim, sizes.num_groups) < 1 or sizes.value_dim < 0:
-        raise ValueError(f"head_dim and num_groups must be positive, and value_dim not negative, got {sizes}")
+    wanted = (sizes.head_dim, 1), (sizes.num_groups, 1), (sizes.value_dim, 0)
+    if any(type(number) is not int or number < least for number, least in wanted):
+        raise ValueError(f"head_dim and num_groups must be positive integers, value_dim an integer ≥ 0, got {sizes}")
     bits = checked_bits(bits)
     if recall not in RECALLS:
         raise ValueError(f"recall must be one of {', '.join(map(repr, RECALLS))}, got {recall!r}")

@@ -20,8 +20,8 @@ from torch import Tensor
 from linattn.kv_cache.levels import COMPILED, COMPILED_SIZES, level_numbers, near_levels, table
 from linattn.softmax.tokens import picked
 
-# Of numbers relative to a frame: scales of rows as large are float16's.
-_LARGEST = 2.0**15
+# Of numbers relative to a frame: scales, up to three times as large where levels lie below numbers, are float16's.
+_LARGEST = 2.0**14
 # Numbers that are 0 but for rounding, in the middle of all levels, are rounded alike.
 _TIE = 2.0**-14
 # Numbers that a cache has room for.

@@ -19,7 +19,7 @@ from linattn.kv_cache.query_sample import QuerySample, sample_size, sampled_plac
 from linattn.softmax.extensions import objections_to
 from linattn.softmax.tokens import Tokens
 from linattn.softmax.tracing import is_followed
-from linattn.softmax.weighted import Reading
+from linattn.softmax.weighted import Reading, Scoring
 
 # Queries of a call from which it is the faster: of fewer, a stream's memory is copied more often than it is read.
 _FEWEST = 64
@@ -39,8 +39,7 @@ def is_compiled(
 ) -> bool:
     """Whether compiled code runs a call, on a stream if it has a config: where it can, and is asked for or faster."""
     has_codes = config is not None and is_coded(config)
-    is_read = query.shape[3] > 0 or tokens.key.shape[2] == 0  # not by a run of tokens without a query
-    if backend == "torch" or not is_read or (backend == "auto" and not has_codes and not _is_faster(query)):
+    if backend == "torch" or (backend == "auto" and not has_codes and not _is_faster(query)):
         return False
     reasons = objections_to((query, *tokens[:2]), is_followed=is_followed(query, *tokens, *others))
     if config is not None and config.num_sinks and not has_codes:
@@ -48,8 +47,8 @@ def is_compiled(
         reasons.append(f"{sinks}; give bits or num_sinks=0")
     if cap is not None:
         reasons.append(f"it has no soft caps, and this call has one of {cap}")
-    if not reasons and 0 in (query.numel(), tokens.value.shape[-1]):
-        reasons.append("it takes calls with queries and with values of a width, and this has none")
+    if tokens.value.shape[-1] == 0:
+        reasons.append("it takes values of a width, and these have none")
     if backend == "compiled" and reasons:
         raise ValueError(f'backend="compiled" cannot run this call: {"; ".join(reasons)}; choose another, or "auto"')
     return not reasons
@@ -97,7 +96,7 @@ def everywhere_in_compiled_code(
     distances: tuple[Metric, Axes],
     config: MergedKV,
     seeds: tuple[int, int],  # how many, and in how many rounds they are merged
-    scale: float,
+    scoring: Scoring,
     *,
     with_log: bool,
 ) -> Reading:
@@ -113,7 +112,7 @@ def everywhere_in_compiled_code(
         *(query.shape[2], query.shape[4], keys[1].shape[3], query.shape[3], keys[0].shape[2]),
         *(sample.query.shape[2], config.num_merged, config.window or 0, *seeds, axes.turn.shape[-1]),
     )
-    _over_heads(lambda first, stop: merge_everywhere(*addresses, first, stop, *sizes, scale), queries, config)
+    _over_heads(lambda first, stop: merge_everywhere(*addresses, first, stop, *sizes, scoring.scale), queries, config)
     return Reading(rows.out.to(query.dtype), rows.log_normalizer)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
-from linattn.softmax.checking import did_you_mean
+from linattn.softmax.checking import DTYPES, did_you_mean
 
 # Blocks at whose beginnings a stream merges keys: a window has a few of them, of at least so many tokens.
 _MOST_BLOCKS, _BLOCK = 4, 64
@@ -20,7 +20,7 @@ _SINKS, _WINDOW, _MERGED = "sinks", "window", "merged"
 _WORDS = (_SINKS, _WINDOW, _MERGED)
 _NUMBER = r"([0-9]+\.?[0-9]*)"
 _BITS = rf"{_NUMBER}(?:\s*/\s*{_NUMBER})?"
-_PART = re.compile(rf"(?:([a-z]+)\s+)?(0|[1-9][0-9]*)(?:\s+in\s+{_BITS}\s+bits)?", re.IGNORECASE)
+_PART = re.compile(rf"(?:([a-z]+)\s+)?(0|[1-9][0-9]{{0,99}})(?:\s+in\s+{_BITS}\s+bits)?", re.IGNORECASE)
 BITS = tuple(half / 2 for half in range(4, 17))
 """Bits that numbers may be quantized to, in the mean of a row: from 2 to 8 in halves."""
 _SINKS_BY_DEFAULT = 4
@@ -138,17 +138,12 @@ class MergedKV:
     def __post_init__(self) -> None:
         """Refuse sizes that mean nothing."""
         object.__setattr__(self, "coded", _checked_tiers(self.coded))
-        sizes = {_WINDOW: 1 if self.window is None else self.window, "num_merged": self.num_merged}
-        if self.coded and type(self.num_merged) is int and self.num_merged == 0:
-            # None are merged, in no bits.
-            object.__setattr__(self, "bits", None)
-            del sizes["num_merged"]
-        for name, size in sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < _MOST:
-                raise ValueError(f"{name} must be a positive integer below 2³¹, got {size!r}")
-        if isinstance(self.num_sinks, bool) or not isinstance(self.num_sinks, int) or not 0 <= self.num_sinks < _MOST:
-            raise ValueError(f"num_sinks must be an integer from 0 to 2³¹, got {self.num_sinks!r}")
-        object.__setattr__(self, "bits", checked_bits(self.bits))
+        least = {_WINDOW: 1, "num_merged": 0 if self.coded else 1, "num_sinks": 0}
+        for name, size in ((name, getattr(self, name)) for name in least if name != _WINDOW or self.window is not None):
+            if isinstance(size, bool) or not isinstance(size, int) or not least[name] <= size < _MOST:
+                raise ValueError(f"{name} must be an integer from {least[name]} to 2³¹, got {size!r}")
+        # Where none are merged they have no bits.
+        object.__setattr__(self, "bits", checked_bits(self.bits if self.num_merged else None))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take sizes that are read from a file, checked as the constructor's are."""
@@ -255,6 +250,8 @@ class MergedKV:
         # Imported here: budgets are said of what this file defines.
         from linattn.kv_cache.budget import Sizes, within_budget
 
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype must be a float of 16 bits or more, got {dtype!r}; give that of the model's keys")
         sizes = Sizes(head_dim, head_dim if value_dim is None else value_dim, dtype.itemsize, num_groups)
         return within_budget(budget, sizes, bits, recall=recall)
 

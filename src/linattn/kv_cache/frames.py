@@ -19,6 +19,8 @@ from linattn.softmax.tokens import Tokens
 
 # Of a coordinate's deviation in the root mean square of all: later keys may differ more than those that it is taken of.
 _LEAST = 2**-5
+# Of the mean's size in the root mean square of all deviations: rows so large would be cut else.
+_SHORTEST = 2**-8
 # Steps of a weight's logarithm to base 2 by which coordinates are sorted: rounding alone puts none before another.
 _STEPS = 4
 # A Hadamard matrix, Sylvester's, whose corners are those of smaller sizes.
@@ -57,9 +59,10 @@ class Frame(NamedTuple):
         # first blocks have one more.
         share = (there.to(x.dtype) / there.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(2)
         mean = share @ x
-        # Of rows that are all alike differences say nothing of what others have.
-        size = (share @ (x - mean).abs()).mean(-1, keepdim=True)
-        size = torch.where(size == 0, mean.abs().mean(-1, keepdim=True), size)
+        # Sums of rows all alike round the same way each time; differences of such say nothing of what others have.
+        mean = mean + share @ (x - mean)
+        size, length = (share @ (x - mean).abs()).mean(-1, keepdim=True), mean.abs().mean(-1, keepdim=True)
+        size = torch.where(size == 0, length, size)
         # Squares of numbers near 1 are numbers, whatever size rows have; a power of two rounds nothing.
         size = torch.where(size == 0, 1, size).log2().round().exp2()
         variance = share @ ((x - mean) / size).square()
@@ -73,7 +76,9 @@ class Frame(NamedTuple):
             weight = torch.nn.functional.pad(power * variance.squeeze(2), (0, layout.size - x.shape[-1]))
             order = (_STEPS * weight.log2()).round().argsort(dim=-1, descending=True, stable=True)
             blocks = weight.gather(-1, order).unflatten(-1, (layout.number, layout.block)).mean(-1)
-        return cls(mean, variance.sqrt() * size, order.to(torch.int16), allocated(blocks, layout.spent(bits)))
+        # Where these are nearly alike, later ones may differ by as much as they are long.
+        deviation = variance.sqrt() * torch.maximum(size, _SHORTEST * length)
+        return cls(mean, deviation, order.to(torch.int16), allocated(blocks, layout.spent(bits)))
 
     def where(self, holds: Tensor, other: Self) -> Self:
         """This one for the heads (B, H) for which a condition holds, another for the rest."""

@@ -73,6 +73,4 @@ def _by_runs(
             readings.append(Reading(out, log))
         elif query.shape[3]:
             readings.append(read(call._replace(query=query), keys))
-    if not readings:
-        readings.append(read(call, keys))
-    return Reading.joined(readings), keys
+    return Reading.joined(readings or [read(call, keys)]), keys

@@ -67,8 +67,7 @@ def stream_in_torch(
             parts.append(memory.read(rows, near, scoring, with_log=with_log))
             live = tokens.bias[..., start:end] != -torch.inf
             sample = sample.add(rows, live, scoring.scale, block=config.blocks.size, first=start - begin)
-    if not parts:
-        parts.append(read(query, tokens.cut(0, 0), scoring, is_causal=True, with_log=with_log))
+    joined = Reading.joined(parts or [read(query, tokens.cut(0, 0), scoring, is_causal=True, with_log=with_log)])
     coded = tuple(tier.held for tier in memory.coded)
     keys = MergedKeys(memory.sinks, coded, memory.merged.held, sample, before.recent, config)
-    return Reading.joined(parts), keys
+    return joined, keys

@@ -46,8 +46,7 @@ class _Sources(NamedTuple):
 
         bias, number, share = (x.unsqueeze(-1) for x in (self.near.bias, self.number, self.share))
         near = Tokens(around(self.near.key), around(self.near.value), around(bias, -torch.inf))
-        clusters = self.clusters
-        few = Tokens(clusters.key[heads], clusters.value[heads], clusters.bias[heads, :, blocks])
+        few = Tokens(self.clusters.key[heads], self.clusters.value[heads], self.clusters.bias[heads, :, blocks])
         return _Sources(near, around(number).squeeze(-1), around(share), few)
 
 

@@ -86,6 +86,8 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool
             f"query and key must share the batch size, got {query.shape[0]} and {key.shape[0]}; "
             "expand the smaller one along its first dimension"
         )
+    if query.shape[-1] == 0:
+        raise ValueError(f"query must have a head width, got {tuple(query.shape)}; give one number a head or more")
     if query.shape[-1] != key.shape[-1]:
         widths = f"{query.shape[-1]} and {key.shape[-1]}"
         raise ValueError(f"query and key must share the head width, got {widths}; project one to the other's")
