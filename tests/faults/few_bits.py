@@ -34,7 +34,7 @@ FAULTS = (
         LAWS,
     ),
     Fault("leave the mean in", FRAMES, "mean = mean + share @ (x - mean)", "mean = 0 * mean", STREAMS),
-    Fault("take a mean's rounding for a deviation", FRAMES, "mean = mean + share @ (x - mean)", "pass", STREAMS),
+    Fault("take a mean's rounding for a deviation", FRAMES, "mean = mean + share @ (x - mean)", "pass", LAWS),
     Fault(
         "cut what differs from rows nearly alike", FRAMES, "torch.maximum(size, _SHORTEST * length)", "size", STREAMS
     ),
@@ -50,7 +50,7 @@ FAULTS = (
         FRAMES,
         "torch.where(size == 0, length, size)",
         "torch.where(size == 0, 1, size)",
-        STREAMS,
+        LAWS,
     ),
     Fault("take squares of numbers of any size", FRAMES, ".log2().round().exp2()", ".clamp(1, 1)", STREAMS),
     Fault("round in the model's own basis", FRAMES, "@ matrix", "@ (matrix.abs() > 2).to(x)", LAWS),

@@ -191,6 +191,16 @@ def test_scales_of_rows_that_are_cut_are_finite() -> None:
     assert Codes.of(rows, bits, 2).scale.isfinite().all()
 
 
+@pytest.mark.parametrize("number", [1, 23, 300])
+def test_rows_all_alike_deviate_by_their_size(number: int) -> None:
+    """However the sum of so many is rounded, and in whatever units."""
+    row = (2.0**-20 * normal(1, 2, 1, 8)).float()
+    frame = Frame.of(row.expand(1, 2, number, 8), torch.ones(1, 2, number, dtype=torch.bool), 4)
+    ratio = frame.deviation / row.abs().mean(-1, keepdim=True)
+    assert (ratio > 0.5).all()
+    assert (ratio < 2).all()
+
+
 def test_mixing_keeps_lengths_and_is_its_own_inverse() -> None:
     for block in (1, 8, 16, 32):
         x = normal(4, 96)
