@@ -204,7 +204,7 @@ def test_other_tiers_are_refused(coded: object) -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="bits must be from 2 to 8"):
         MergedKV(4, 8, coded=((4, 9),))
-    with pytest.raises(ValueError, match="num_merged must be a positive integer"):
+    with pytest.raises(ValueError, match="num_merged must be an integer from 1 to"):
         MergedKV(4, 0)
     with pytest.raises(ValueError, match="tiers are those of a stream"):
         linattn.merged_attention(*qkv(**SIZES), TIERS[1], enable_gqa=True)
