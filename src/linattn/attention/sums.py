@@ -34,16 +34,17 @@ class Sums(NamedTuple):
         return Sums(S, self.z * first + other.z * second, m)
 
     def decay(self, log_factor: Tensor) -> Sums:
-        """All weights times exp(log_factor), (B or 1, H or 1): a shift of m; the sums of no keys where it is -inf."""
-        shift = log_factor.to(self.m.dtype).unsqueeze(-1)
-        gone, none = shift == -torch.inf, lowest(self.m.dtype)
+        """All weights times exp(log_factor), (B or 1, H or 1): a shift of m, S kept; the sums of no keys at -inf."""
+        shift, none = log_factor.to(self.m.dtype).unsqueeze(-1), lowest(self.m.dtype)
+        (S, z, m), gone = self, shift == -torch.inf
         # Half of it: a finite factor makes no key look like none.
-        m = torch.where(self.m <= none, none, (self.m + shift.detach()).clamp(none / 2, -none / 2))
-        S, z = self.S, self.z
+        m = torch.where(m <= none, none, (m + shift.detach()).clamp(none / 2, -none / 2))
         # The maximum is a constant for gradients: that of the factor goes through S and z.
         if is_followed(shift):
             one = torch.exp(torch.where(gone, 0, shift - shift.detach()))
             S, z = S * one.unsqueeze(-1), z * one
+        if has_values(gone) and not bool(gone.any()):
+            return Sums(S, z, m)
         return Sums(torch.where(gone.unsqueeze(-1), 0, S), torch.where(gone, 0, z), torch.where(gone, none, m))
 
 
@@ -79,18 +80,19 @@ def split_factor(log_factor: Tensor, before: Tensor | None, shape: tuple[int, in
     # Without values to look at exponents take all of it. So they do where it is -inf.
     if is_traced(log_factor) or is_transformed() or log_factor.is_meta:
         return log_factor, before
-    gone, here = log_factor == -torch.inf, log_factor - log_factor.detach()
-    far = torch.where(gone, 0, log_factor.detach()).double() + (0 if before is None else before)
-    if bool(((far.abs() <= _FAR) & ~gone).all()):
-        steps = (far / _STEP).round() * _STEP
-        return here + steps.to(here.dtype), (far - steps).expand(shape) if bool((far != steps).any()) else None
+    far, here = log_factor.detach().double() + (0 if before is None else before), log_factor - log_factor.detach()
+    if bool((far.abs() <= _FAR).all()):
+        steps = (far / _STEP).round_().mul_(_STEP)
+        rest = far - steps
+        return here + steps.to(here.dtype), rest.expand(shape) if bool(rest.any()) else None
     if not bool((log_factor < torch.inf).all()):
         raise ValueError(
             f"log_factor must be finite, or -inf for the state of no keys, got {log_factor.flatten().tolist()[:8]}; "
             "it is the logarithm of a factor on each key's weight"
         )
     # Of a finite one exponents take 0, with its gradient.
-    return torch.where(gone, -torch.inf, here), far.expand(shape)
+    gone, held = log_factor == -torch.inf, 0 if before is None else before
+    return torch.where(gone, -torch.inf, here), torch.where(gone, held, far).expand(shape)
 
 
 def relative_to(state: State, bias: Tensor | None, length: int) -> tuple[State, Tensor | None, Tensor | None]:

@@ -92,7 +92,9 @@ class Probe:
         if is_cached and len(calls) > self.num_passes:
             times = len(calls) // self.num_passes
             return f"it attends {times} times in a pass, and its tokens would be counted as often"
-        if is_cached and self._sharing(module):
+        places = {call.key.data_ptr() for call in calls}
+        others = (call for other, several in self.calls.items() if other is not module for call in several)
+        if is_cached and any(call.key.data_ptr() in places for call in others):
             return "another layer attends to its keys too, and a state does not give them back"
         if is_cached and self.refused_cache is not None:
             return (
@@ -131,12 +133,6 @@ class Probe:
     def _is_crossed(self, module: nn.Module) -> bool:
         """True if a module's keys are not as many as its queries."""
         return any(call.query.shape[2] != call.key.shape[2] for call in self.calls[module])
-
-    def _sharing(self, module: nn.Module) -> bool:
-        """True if another module is given the very keys of this one."""
-        places = {call.key.data_ptr() for call in self.calls[module]}
-        others = (calls for other, calls in self.calls.items() if other is not module)
-        return any(call.key.data_ptr() in places for calls in others for call in calls)
 
 
 def probe(

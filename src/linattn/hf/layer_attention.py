@@ -87,7 +87,8 @@ class LayerAttention(nn.Module):
         """Attention over these keys.
 
         Args:
-            query, key, value, key_mask, is_causal: as in `linattn.linear_attention`, H a multiple of Hkv.
+            query, key, value: (B, H, Lq, D), (B, Hkv, Lk, D) and (B, Hkv, Lk, Dv), H a multiple of Hkv.
+            key_mask, is_causal: as in `linattn.linear_attention`.
             scale: c, the factor of q·k.
             sinks: (H,), the logits of one more key of value 0 in each head (`linattn.Partial.with_sink`), or None.
             soft_cap: as in `linattn.merged_attention`.

@@ -55,6 +55,10 @@ class LoadedModel:
         """Encode the first `num_tokens` tokens of a text, special ones included, as the model's inputs (1, tokens).
 
         Raises ValueError if `num_tokens` is below 1 or beyond the positions the model was built for.
+
+        Example:
+            >>> load().encode("linear time", 3)["input_ids"].shape
+            torch.Size([1, 3])
         """
         limit = getattr(self.model.config, "max_position_embeddings", None)
         if num_tokens < 1 or (limit is not None and num_tokens > limit):
