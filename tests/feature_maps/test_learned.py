@@ -149,11 +149,11 @@ def test_a_state_does_not_outlive_a_step_of_the_optimiser(name: str, optimiser: 
 
 
 def test_frozen_weights_are_read_once_until_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    from linattn.feature_maps import _digest
+    from linattn.feature_maps import digests
 
     reads, learned = [], LearnedExponential(D, R).requires_grad_(False)
-    read = _digest.digest
-    monkeypatch.setattr(_digest, "digest", lambda *x: (reads.append(x), read(*x))[1])
+    read = digests.digest
+    monkeypatch.setattr(digests, "digest", lambda *x: (reads.append(x), read(*x))[1])
     first = learned.fingerprint()
     assert learned.fingerprint() == first
     assert len(reads) == len(list(learned.parameters()))
