@@ -70,7 +70,7 @@ def per_feature(factors: Tensor, num_features: int) -> Tensor:
 
 
 # Exponents of this size keep 4e-6 of a weight in float32; whole steps add up unrounded, thousands of them in a stream.
-_FAR, _STEP = 64.0, 2.0**-10
+_FAR, _STEP = 64.0, 2.0**-16
 # An exponent of this over a dtype's rounding, 4,096 in float32, keeps this share of a weight.
 _FAINT = 2.0**-11
 
@@ -82,7 +82,7 @@ def split_factor(log_factor: Tensor, before: Tensor | None, shape: tuple[int, in
         return log_factor, before
     far, here = log_factor.detach().double() + (0 if before is None else before), log_factor - log_factor.detach()
     if bool((far.abs() <= _FAR).all()):
-        steps = (far / _STEP).round_().mul_(_STEP)
+        steps = far if far.dtype == log_factor.dtype else (far / _STEP).round_().mul_(_STEP)
         rest = far - steps
         return here + steps.to(here.dtype), rest.expand(shape) if bool(rest.any()) else None
     if not bool((log_factor < torch.inf).all()):
