@@ -35,6 +35,20 @@ FAULTS = (
         MERGING,
     ),
     Fault(
+        "merge by no distance where queries are all alike",
+        ROOM + "query_sample.py",
+        "torch.where(variance.sum(-1, keepdim=True) <= ALIKE * mean.square().sum(-1), 1, variance).sqrt()",
+        "variance.sqrt()",
+        MERGING,
+    ),
+    Fault(
+        "have the rounding of values all alike keep keys apart",
+        ROOM + "partitioning.py",
+        "torch.where(are_alike, 0, wide / narrow)",
+        "(wide / torch.where(narrow == 0, 1, narrow))",
+        MERGING,
+    ),
+    Fault(
         "forget the cap of what is merged", ROOM + "merging.py", "attends(tokens, soft_cap)", "attends(tokens)", CAPS
     ),
     Fault(

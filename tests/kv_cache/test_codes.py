@@ -255,6 +255,12 @@ def test_what_cannot_be_is_refused() -> None:
             MergedKV.parse(text)
 
 
+@pytest.mark.parametrize("text", [None, 512, b"merged 8", MergedKV(4, 8)], ids=repr)
+def test_a_written_form_is_a_str(text: object) -> None:
+    with pytest.raises(TypeError, match="text must be a str, got "):
+        MergedKV.parse(text)
+
+
 def test_the_first_live_tokens_stay_exact() -> None:
     """Of each row, however far it is padded; in any units, and however many are merged."""
     query, key, value = qkv(**SIZES)

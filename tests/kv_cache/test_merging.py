@@ -101,6 +101,29 @@ def test_keys_are_measured_by_what_queries_see() -> None:
         assert any(0 < x < 1 and y == 0 for x, y in found)
 
 
+@pytest.mark.parametrize("kind", ["none", "absent", "one", "alike"])
+def test_queries_that_tell_no_coordinates_apart_leave_keys_near_each_other_together(kind: str) -> None:
+    """Each counts as much then: of pairs of keys, of any masses, all others stay apart."""
+    centre, shift = tokens(2, 2, 8, 5, seed=1).float(), 0.01 * tokens(2, 2, 16, 5, seed=2).float()
+    key = 10 * centre.repeat_interleave(2, 2) + shift
+    query = torch.full((2, 2, {"one": 1}.get(kind, 11), 5), 0.1)
+    there = torch.full(query.shape[:3], kind != "absent")
+    sample = QuerySample.empty(key) if kind == "none" else QuerySample(query * there.unsqueeze(-1), there)
+    few = reduced(Tokens(key, torch.ones_like(key), tokens(2, 2, 16, seed=3).float()), sample, 8).tokens
+    distance = torch.cdist(few.key, 10 * centre)
+    assert (distance.amin(-1) < 0.2).all()
+    assert (distance.argmin(-1).sort(-1).values == torch.arange(8)).all()
+
+
+def test_values_that_differ_by_rounding_alone_keep_no_keys_apart() -> None:
+    centre, noise = tokens(1, 2, 8, 5, seed=1).float(), tokens(1, 2, 16, 5, seed=2).float()
+    key, value = centre.repeat_interleave(2, 2) + 0.01 * noise, 3 * (1 + 1e-7 * noise.flip(2))
+    query = tokens(1, 2, 30, 5, seed=3).float()
+    sample = QuerySample(query, torch.ones(query.shape[:3], dtype=torch.bool))
+    few = reduced(Tokens(key, value, torch.zeros(1, 2, 16)), sample, 8).tokens
+    assert (torch.cdist(few.key, centre).argmin(-1).sort(-1).values == torch.arange(8)).all()
+
+
 def test_values_keep_keys_apart() -> None:
     """Of keys that queries hardly tell apart, those of like values go together."""
     key = torch.zeros(1, 1, 5, 2, dtype=torch.float64)

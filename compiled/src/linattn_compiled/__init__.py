@@ -8,5 +8,5 @@ from linattn_compiled._merging import merge_stream as merge_stream
 from linattn_compiled._steps import step as step
 
 __version__ = "0.1.0"
-INTERFACE = 7
+INTERFACE = 8
 """Of all functions: raised with every change of what they take, or of what that means."""

@@ -15,6 +15,8 @@
 /* As in plain torch: masses below exp(-60) of the largest count as that, and coordinates are finite and no larger. */
 #define FAINTEST -60.0f
 #define FARTHEST 1e15f
+/* Variance in the square of a mean that rounding makes of rows all alike. */
+#define ALIKE 0x1p-36f
 
 typedef int32_t Places __attribute__((vector_size(4 * PLACES), aligned(4), may_alias));
 
@@ -318,12 +320,12 @@ INSIDE int64_t weigh(const float *log_mass, int64_t n, float *weight) {
 }
 
 /* Means of coordinates by shares, and the factors by which distances are what the sample sees of keys, and of values
-   that count as much.
+   that count as much. Queries all alike, or none, tell no coordinates apart: each counts 1; values all alike count 0.
 */
 INSIDE void measure(Head *h, const float *points, const float *share, int64_t n) {
     const int64_t D = h->head_dim, P = D + h->value_dim;
     float *mean = h->coordinate, *variance = mean + P, *factor = variance + P, *center = factor + P;
-    float sampled = 0.0f, wide = 0.0f, narrow = 0.0f;
+    float sampled = 0.0f, wide = 0.0f, narrow = 0.0f, varied = 0.0f, size = 0.0f, length = 0.0f;
     clear(mean, (size_t)(4 * P) * sizeof(float));
     for (int64_t j = 0; j < n; j++)
         if (share[j] > 0.0f)
@@ -345,9 +347,11 @@ INSIDE void measure(Head *h, const float *points, const float *share, int64_t n)
                 const float far = h->sample[s * D + d] - center[d];
                 factor[d] += part * far * far;
             }
+    for (int64_t d = 0; d < D; d++) varied += factor[d], size += center[d] * center[d];
+    for (int64_t d = 0; d < D && varied <= ALIKE * size; d++) factor[d] = 1.0f;
     for (int64_t d = 0; d < D; d++) wide += variance[d] * factor[d];
-    for (int64_t p = D; p < P; p++) narrow += variance[p];
-    const float worth = sqrtf(wide / (narrow == 0.0f ? 1.0f : narrow));
+    for (int64_t p = D; p < P; p++) narrow += variance[p], length += mean[p] * mean[p];
+    const float worth = narrow <= ALIKE * length ? 0.0f : sqrtf(wide / narrow);
     for (int64_t d = 0; d < D; d++) factor[d] = sqrtf(factor[d]);
     for (int64_t p = D; p < P; p++) factor[p] = worth;
 }

@@ -69,8 +69,8 @@ class MergedKV:
 
     A merged key (k, v, β) stands for several: it adds exp(q·k + β) to the softmax's denominator, times v to the
     numerator. Keys are merged by what a sample of the queries attends to, m_i = Σ_s a_si: those of least Ward cost, in
-    the metric of the queries' variances Σ and of the values, join the nearest heavier ones first. To a merged key the
-    sample attends as much as to its members, and to the same mean value:
+    the metric of the queries' variances Σ (1 where queries are all alike) and of the values, join the nearest heavier
+    ones first. To a merged key the sample attends as much as to its members, and to the same mean value:
 
         k = Σ p_i k_i,   v = Σ p_i v_i,   p_i = m_i / Σ m,   β such that Σ_s a_s = Σ m
         cost = m₁m₂/(m₁ + m₂)·((k₁ - k₂)ᵀΣ(k₁ - k₂) + σ·|v₁ - v₂|²)
@@ -183,12 +183,14 @@ class MergedKV:
         4 of values. A window has no sinks where none are written.
 
         Raises:
-            ValueError: a part is none of these or is written twice, none is a tier or merged keys, or bits are others.
+            TypeError, ValueError: no str; a part is none of these or written twice; no tier or merged keys; other bits.
 
         Example:
             >>> MergedKV.parse("window 32 + 800 in 4 bits + 3400 in 2 bits + Merged 128 in 3.5 bits").coded
             ((800, 4), (3400, 2))
         """
+        if not isinstance(text, str):
+            raise TypeError(f"text must be a str, got {text!r}; give a written form, as MergedKV(64, 512).label")
         sizes: dict[str, int] = {}
         coded: list[tuple[int, Bits]] = []
         bits: Bits | None = None

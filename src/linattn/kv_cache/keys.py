@@ -56,11 +56,6 @@ class MergedKeys(Restored):
         """All of them, dequantized: keys, values and biases (B, H, n, ·)."""
         return Memory.of(self.sinks, self.coded, self.merged).tokens().then(self.recent)
 
-    @property
-    def parts(self) -> tuple[Tokens | CodedTokens, ...]:
-        """All that have tokens: the sinks, the tiers, the merged and the recent ones."""
-        return (self.sinks, *self.coded, self.merged, self.recent)
-
     def each(self, change: Callable[[Tensor], Tensor]) -> MergedKeys:
         """Apply a change to every tensor."""
         return _from_leaves(map(change, self.leaves()), self.outline)

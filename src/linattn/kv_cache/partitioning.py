@@ -15,6 +15,8 @@ from torch import Tensor
 _FAINTEST = -60.0
 # In place of coordinates that are no finite numbers, so that an infinite key is merged last.
 _FARTHEST = 1e15
+# Variance in the square of a mean that rounding makes of rows all alike.
+ALIKE = 2.0**-36
 # Distances between all keys of some heads, and those of them that are held at once, in a processor's cache.
 _HEADS_CHUNK, _CHUNK = 2**22, 2**19
 
@@ -168,7 +170,8 @@ class Metric(NamedTuple):
         variance = share @ (x - mean).pow_(2)
         wide = (variance[..., :width] * spread.unsqueeze(2).square()).sum(-1, keepdim=True)
         narrow = variance[..., width:].sum(-1, keepdim=True)
-        worth = (wide / torch.where(narrow == 0, 1, narrow)).sqrt() * values
+        are_alike = narrow <= ALIKE * mean[..., width:].square().sum(-1, keepdim=True)
+        worth = torch.where(are_alike, 0, wide / narrow).sqrt() * values
         factor = torch.cat((spread.unsqueeze(2), worth.expand_as(variance[..., width:])), -1)
         # Mapped by torch.vmap where the factor is, by queries alone: what is multiplied in place must be.
         return cls(mean + factor.new_zeros(()), factor)

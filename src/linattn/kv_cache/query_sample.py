@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from linattn.kv_cache.partitioning import ALIKE
 from linattn.softmax.attention import soft_capped
 from linattn.softmax.extensions import is_readable
 from linattn.softmax.tokens import Tokens, picked
@@ -92,11 +93,12 @@ class QuerySample(NamedTuple):
 
     @property
     def spread(self) -> Tensor:
-        """Standard deviations (B, H, D) of the coordinates; 0 where there are none."""
+        """Standard deviations (B, H, D) of the coordinates; 1 where queries are all alike, or none."""
         there = self.there.unsqueeze(-1)
         number = there.sum(2, keepdim=True).clamp(min=1)
         mean = self.query.sum(2, keepdim=True) / number
-        return (torch.where(there, self.query - mean, 0).square().sum(2) / number.squeeze(2)).sqrt()
+        variance = torch.where(there, self.query - mean, 0).square().sum(2) / number.squeeze(2)
+        return torch.where(variance.sum(-1, keepdim=True) <= ALIKE * mean.square().sum(-1), 1, variance).sqrt()
 
 
 def sample_size(num_groups: int) -> int:

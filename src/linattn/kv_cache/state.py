@@ -59,7 +59,8 @@ class MergedState(Restored):
     @property
     def num_tokens(self) -> int:
         """How many keys and values it holds for each head at most, merged and exact."""
-        return max(sum(part.bias.shape[2] for part in keys.parts) for keys in self.groups)
+        groups = ((keys.sinks, *keys.coded, keys.merged, keys.recent) for keys in self.groups)
+        return max(sum(part.bias.shape[2] for part in parts) for parts in groups)
 
     def tokens(self) -> Tokens:
         """All of them, dequantized: keys, values and biases (B, H, n, ·), -inf for free places."""
@@ -84,8 +85,8 @@ class MergedState(Restored):
             raise TypeError(f"query must be a tensor, got {type(query).__name__}")
         check_dense(query=query)
         check_dtype("query", query, DTYPES, "a floating tensor", "convert it with .float()")
-        self._check_whole()
         sizes = checked_sizes(self.keys)
+        self.check_tensors(sizes.head_dim)
         fits = query.ndim == 4 and query.shape[0] == sizes.batch and query.shape[-1] == sizes.head_dim
         if not fits or not sizes.heads or query.shape[1] % sizes.heads or query.device != sizes.device:
             raise ValueError(
@@ -100,8 +101,9 @@ class MergedState(Restored):
 
     def select(self, indices: Tensor) -> MergedState:
         """The rows `indices` (1-D integer tensor) of the batch, in that order, copied: beams, forks, compaction."""
-        self._check_whole()
-        indices = check_indices(indices, checked_sizes(self.keys).batch)
+        sizes = checked_sizes(self.keys)
+        self.check_tensors(sizes.head_dim)
+        indices = check_indices(indices, sizes.batch)
         if isinstance(self.keys, RowGroups):
             return MergedState(self.keys.select(indices)).known_to_fit(self._fits)
         return self._each(lambda x: x.index_select(0, indices))
@@ -135,10 +137,6 @@ class MergedState(Restored):
             f"head_dim={first.key.shape[-1]}, value_dim={first.value.shape[-1]}, {first.key.dtype}, "
             f"{first.key.device}, {self.config.label!r})"
         )
-
-    def _check_whole(self) -> None:
-        """Refuse a state whose tensors do not belong together, whatever the width of its keys."""
-        self.check_tensors(checked_sizes(self.keys).head_dim)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> MergedState:
         """The state with each of its tensors changed alike."""

@@ -18,7 +18,7 @@ class Extension(NamedTuple):
     interface: int
 
 
-EXTENSIONS = {"linattn_compiled": Extension("compiled", 7), "linattn_triton": Extension("gpu", 1)}
+EXTENSIONS = {"linattn_compiled": Extension("compiled", 8), "linattn_triton": Extension("gpu", 1)}
 
 
 @cache
