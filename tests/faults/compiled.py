@@ -82,6 +82,13 @@ FAULTS = (
     ),
     Fault("take every token alone", MERGING, "query.shape[3] >= _FEWEST and", "", MERGING_LAWS),
     Fault("take few heads from many threads", MERGING, "shape[:2].numel() >= threads", "ndim >= 0", MERGING_LAWS),
+    Fault(
+        "let go of what threads write to",
+        MERGING,
+        "_over_heads(lambda first, stop: merge_stream(*_addresses(*memory)",
+        "at = _addresses(*memory)\n    _over_heads(lambda first, stop: merge_stream(*at",
+        "tests/kv_cache/test_interrupts.py",
+    ),
     Fault("leave the last heads out", MERGING, "number * i // threads", "number // threads * i", MERGING_LAWS),
     Fault(
         "count what leaves the window twice",

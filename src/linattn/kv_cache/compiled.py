@@ -78,13 +78,13 @@ def stream_in_compiled_code(stream: Stream, scale: float, *, with_log: bool) -> 
     merged = Tokens(*(x.new_empty(batch, heads, count, *x.shape[3:]) for x in tokens))
     sample = QuerySample(*(x.new_empty(batch, heads, sampled, *x.shape[3:]) for x in held.sample))
     places = torch.tensor(sampled_places(config.blocks.size, groups), device="cpu")
-    addresses = _addresses(query, *tokens, *before, places, *rows, *merged, *sample)
+    memory = query, *tokens, *before, places, *rows, *merged, *sample
     sizes = (
         *(groups, head_dim, tokens[1].shape[3], stream.num_tokens, num_queries, stream.num_kept),
         *(before[0].shape[2], before[3].shape[2], len(places), sample_size(groups)),
         *(config.blocks.window, config.blocks.size, config.num_merged, config.num_left, count, sampled),
     )
-    _over_heads(lambda first, stop: merge_stream(*addresses, first, stop, *sizes, scale), query, config)
+    _over_heads(lambda first, stop: merge_stream(*_addresses(*memory), first, stop, *sizes, scale), query, config)
     keys = MergedKeys(held.sinks, held.coded, merged, sample, held.recent, config)
     return Reading(rows.out.to(stream.query.dtype), rows.log_normalizer), keys
 
@@ -107,12 +107,12 @@ def everywhere_in_compiled_code(
     queries, *keys = (x.float().contiguous() for x in (query, *tokens))
     held = [x.contiguous() for x in (*sample, *metric, *axes)]
     rows = _room(queries, keys[1].shape[3], with_log=with_log)
-    addresses = _addresses(queries, *keys, *held, *rows)
-    sizes = (
+    memory = queries, *keys, *held, *rows
+    numbers = (
         *(query.shape[2], query.shape[4], keys[1].shape[3], query.shape[3], keys[0].shape[2]),
-        *(sample.query.shape[2], config.num_merged, config.window or 0, *seeds, axes.turn.shape[-1]),
+        *(sample.query.shape[2], config.num_merged, config.window or 0, *seeds, axes.turn.shape[-1], scoring.scale),
     )
-    _over_heads(lambda first, stop: merge_everywhere(*addresses, first, stop, *sizes, scoring.scale), queries, config)
+    _over_heads(lambda first, stop: merge_everywhere(*_addresses(*memory), first, stop, *numbers), queries, config)
     return Reading(rows.out.to(query.dtype), rows.log_normalizer)
 
 
@@ -123,7 +123,7 @@ def _room(query: Tensor, value_dim: int, *, with_log: bool) -> Reading:
 
 
 def _addresses(*memory: Tensor | None) -> list[int]:
-    """Where numbers begin, 0 for none; whoever calls keeps them alive."""
+    """Where numbers begin, 0 for none; what runs keeps them alive: of two interrupts a call ends before its threads."""
     return [0 if x is None else x.data_ptr() for x in memory]
 
 
