@@ -112,7 +112,7 @@ FAULTS = (
     Fault(
         "measure keys without their values",
         ROOM + "partitioning.py",
-        "worth = (wide / torch.where(narrow == 0, 1, narrow)).sqrt() * values",
+        "worth = torch.where(are_alike, 0, wide / narrow).sqrt() * values",
         "worth = 0 * wide",
         MERGING,
     ),

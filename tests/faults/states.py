@@ -53,7 +53,7 @@ FAULTS = (
     Fault(
         "select from merged keys that do not belong together",
         MERGED_STATE,
-        "self._check_whole()\n        indices",
+        "self.check_tensors(sizes.head_dim)\n        indices",
         "indices",
         MERGED_LAWS,
     ),

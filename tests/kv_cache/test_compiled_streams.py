@@ -78,20 +78,6 @@ def test_a_stream_may_be_cut_anywhere(config: MergedKV, cuts: tuple[int, ...]) -
     assert all(torch.equal(x, y) for x, y in zip(leaves(parts[1]), leaves(whole[1]), strict=True))
 
 
-@pytest.mark.parametrize("alike", ["queries", "values", "no queries"])
-def test_queries_or_values_all_alike_merge_the_same_keys(alike: str) -> None:
-    """No rounding of theirs decides which."""
-    query, key, value = given()
-    query, value = (
-        x[:, :, :1].expand_as(x) if alike == name else x for x, name in ((query, "queries"), (value, "values"))
-    )
-    first = LENGTH - 1 if alike == "no queries" else 0
-    config, tokens = MergedKV(16, 40, bits=None, num_sinks=0), (query[:, :, first:], key, value)
-    ours, theirs = (linattn.merged_partial_with_state(*tokens, config, backend=name) for name in ("compiled", "torch"))
-    for x, y in zip((*ours.partial, *leaves(ours.state)), (*theirs.partial, *leaves(theirs.state)), strict=True):
-        torch.testing.assert_close(x, y, rtol=TOLERANCE, atol=TOLERANCE)
-
-
 def test_a_stream_may_change_backends() -> None:
     tokens, config = given(), MergedKV(16, 40, bits=None, num_sinks=0)
     state, outs = None, []

@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import linattn
 from grid import tokens
+from linattn import MergedKV
 from linattn.kv_cache import bidirectional
 from linattn.kv_cache.partitioning import Axes, Metric, num_axes
 from linattn.softmax.tokens import Tokens
+from merged_rows import LENGTH, TOLERANCE, given, leaves
 
 WIDTH = 48
 
@@ -86,3 +89,18 @@ def test_axes_of_rows_are_those_of_rows_a_power_of_two_as_large(exponent: int) -
 
 def test_there_are_as_many_axes_as_a_width_needs():
     assert [num_axes(width) for width in (8, 64, 512)] == [8, 16, 64]
+
+
+@pytest.mark.parametrize("alike", ["queries", "values", "no queries"])
+def test_queries_or_values_all_alike_merge_the_same_keys(alike: str) -> None:
+    """No rounding of theirs decides which."""
+    pytest.importorskip("linattn_compiled")
+    query, key, value = given()
+    query, value = (
+        x[:, :, :1].expand_as(x) if alike == name else x for x, name in ((query, "queries"), (value, "values"))
+    )
+    first = LENGTH - 1 if alike == "no queries" else 0
+    config, tokens = MergedKV(16, 40, bits=None, num_sinks=0), (query[:, :, first:], key, value)
+    ours, theirs = (linattn.merged_partial_with_state(*tokens, config, backend=name) for name in ("compiled", "torch"))
+    for x, y in zip((*ours.partial, *leaves(ours.state)), (*theirs.partial, *leaves(theirs.state)), strict=True):
+        torch.testing.assert_close(x, y, rtol=TOLERANCE, atol=TOLERANCE)
