@@ -148,6 +148,7 @@ def sums(state: linattn.State) -> Tensor:
 
 def total(state: linattn.State, m: Tensor | float = 0.0) -> Tensor:
     """The same relative to another exponent m (B, H, M)."""
+    state = state.without(None)
     rise = torch.exp(state.m - m)
     return sums(state) * rise.repeat_interleave(state.z.shape[-1] // rise.shape[-1], -1).unsqueeze(-1)
 

@@ -105,6 +105,22 @@ def test_text_files_alone_are_read(tmp_path):
         read_documents([tmp_path / "c" / "a" / "picture.png"])
 
 
+def test_folders_that_may_not_be_read_are_counted(tmp_path, monkeypatch):
+    for name in ("open/a.txt", "closed/b.txt", "closed/deeper/c.txt"):
+        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / name).write_text(name)
+    scan = os.scandir
+
+    def refusing(path="."):
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    found, left_out = read_documents([tmp_path / "texts"])
+    assert (found, left_out) == ([("texts/open/a.txt", b"open/a.txt")], {"a folder that may not be read": 1})
+
+
 def test_a_name_may_be_of_any_bytes(tmp_path):
     """As of files from systems with another encoding: it says only which part a document is in."""
     for number in range(100):

@@ -82,17 +82,16 @@ def from_documents(documents: Iterable[Document], *, context: int) -> Corpus:
         for place, part in split(name, content):
             parts[place].append(part)
     joined = {place: b"".join(content + _END for content in contents) for place, contents in parts.items()}
-    for words, place in (("training", _PERIOD), ("validation", _VALIDATION), ("test", _TEST)):
+    uses = {"training": _PERIOD, "validation": _VALIDATION, "test": _TEST}
+    for words, place in uses.items():
         if len(joined[place]) <= context:
             raise ValueError(
                 f"the {words} part has {len(joined[place])} bytes of {len(parts[place])} documents, wanted more than "
                 f"context={context}; give more text, or a shorter context"
             )
-    training, validation, test = (
-        torch.frombuffer(bytearray(joined[place]), dtype=torch.uint8) for place in (_PERIOD, _VALIDATION, _TEST)
-    )
+    tensors = (torch.frombuffer(bytearray(joined[place]), dtype=torch.uint8) for place in uses.values())
     digest = hashlib.sha256(b"".join(hashlib.sha256(joined[place]).digest() for place in sorted(joined))).hexdigest()
-    return Corpus(training, validation, test, len(different), digest, is_split_by_file)
+    return Corpus(*tensors, len(different), digest, is_split_by_file)
 
 
 def _by_name(name: str, content: bytes) -> Iterator[tuple[int, bytes]]:
@@ -129,9 +128,9 @@ def python_documents() -> Iterator[Document]:
 def read_documents(paths: Sequence[Path], without: Sequence[Path] = ()) -> tuple[list[Document], Counter[str]]:
     """Texts of files and folders, and how many files of folders were left out, by the reason.
 
-    Of folders hidden files, files in hidden folders, links to folders, files that are no text in UTF-8 and those in
-    the folders `without`, as what a training writes, are left out. Names, by which documents are split, begin at the
-    file or folder given: where that stands is no matter.
+    Of folders hidden files, files in hidden folders, links to folders, folders that may not be read, files that are no
+    text in UTF-8 and those in the folders `without`, as what a training writes, are left out. Names, by which documents
+    are split, begin at the file or folder given: where that stands is no matter.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
@@ -142,9 +141,10 @@ def read_documents(paths: Sequence[Path], without: Sequence[Path] = ()) -> tuple
         if not (path.is_file() or path.is_dir()):
             raise FileNotFoundError(f"there is no file or folder {path}; give one that there is, and no pipe")
         named = Path(os.path.abspath(path)).name  # Of "." too.
+        below = os.walk(path, onerror=lambda _: left_out.update(["a folder that may not be read"]))
+        files = (Path(top, name) for top, folders, names in below for name in (*folders, *names))
         # What is no folder; a link to one is not followed.
-        files = sorted(file for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
-        for file in files if path.is_dir() else [path]:
+        for file in sorted(x for x in files if x.is_symlink() or not x.is_dir()) if path.is_dir() else [path]:
             if any(part.startswith(".") for part in file.relative_to(path).parts):
                 left_out["hidden"] += 1
             elif file != path and any(file.resolve().is_relative_to(folder) for folder in without):
