@@ -86,7 +86,7 @@ FAULTS = (
     ),
     Fault(
         "leave the length out of a step's exponents",
-        "feature_maps/_powers.py",
+        "feature_maps/powers.py",
         "unsqueeze(-1), alpha=-self.scale / 2)",
         "unsqueeze(-1), alpha=0.0)",
         "tests/laws/test_fold.py",

@@ -270,7 +270,7 @@ FAULTS = (
     ),
     Fault(
         "pull back learned maps' last blocks never",
-        "feature_maps/_map_gradients.py",
+        "feature_maps/map_gradients.py",
         """        for waiting in (self._queries, self._keys):
             if waiting:
                 self._follow(waiting)
@@ -280,7 +280,7 @@ FAULTS = (
     ),
     Fault(
         "give waiting blocks each other's gradients",
-        "feature_maps/_map_gradients.py",
+        "feature_maps/map_gradients.py",
         "for store, part in zip(stores, gradient.split",
         "for store, part in zip(stores[::-1], gradient.split",
         "tests/laws/test_gradient.py",

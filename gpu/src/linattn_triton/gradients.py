@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from linattn.attention.backends.blocked.records import KeyGradients, Saved
-from linattn.feature_maps._map_gradients import MapGradients
+from linattn.feature_maps.map_gradients import MapGradients
 from linattn_triton.kernels import blocks
 from linattn_triton.kernels.key_gradients import key_gradients
 from linattn_triton.kernels.query_gradients import query_gradients

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from linattn.feature_maps import FeatureMap, LearnedExponential
-from linattn.feature_maps._powers import Powers
 from linattn.feature_maps.learned import Exponents
+from linattn.feature_maps.powers import Powers
 from linattn.softmax.precision import LOG2_E
 from linattn_triton.kernels.blocks import NO_KEY, Shape, Side
 from linattn_triton.objections import WIDEST

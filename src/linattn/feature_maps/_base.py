@@ -11,9 +11,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from linattn.feature_maps._powers import Powers, as_powers
 from linattn.feature_maps.arguments import check_count
 from linattn.feature_maps.digests import digest_of_weights
+from linattn.feature_maps.powers import Powers, as_powers
 from linattn.softmax.checking import check_dense
 from linattn.softmax.precision import outside_autocast
 from linattn.softmax.tracing import constant_in_graphs, is_fake, is_traced, outside_inference, outside_transforms
@@ -66,6 +66,7 @@ class UncastBuffers(nn.Module):
         buffers = [x for x in held.values() if x is not None]
         if not any(x.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(x) for x in buffers):
             with outside_transforms():
+                self._check_written()
                 self._derive_from_buffers()
             return True
         for name in self._decomposed:
@@ -80,6 +81,9 @@ class UncastBuffers(nn.Module):
         """Every setting, those of buffers as they are now."""
         self._follow_buffers()
         return super().extra_repr()
+
+    def _check_written(self) -> None:
+        """Refuse what others wrote to the buffers and no map of these settings has."""
 
     def _derive_from_buffers(self) -> None:
         """Derive what depends on them, and remember for which."""
@@ -129,8 +133,9 @@ class FeatureMap(nn.Module, ABC):
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy, or a map read from a file, is another object."""
+        """A copy, or a map read from a file, is another object, whose buffers count their writes from 0."""
         super().__setstate__(state)
+        self._derived_from: Versions = ()
         self._register_handle()
 
     @property

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from linattn.feature_maps._base import FeatureMap, UncastBuffers, has_number, in_both_dtypes
 from linattn.feature_maps._moments import Lengths, Rows
-from linattn.feature_maps._powers import squared_length
 from linattn.feature_maps.arguments import check_count, check_seed, temperature
 from linattn.feature_maps.digests import UNREAD, digest
+from linattn.feature_maps.powers import squared_length
 
 Draw = Literal["orthogonal", "iid"]
+# Of products of unit rows that are orthogonal, also where they are kept in float32.
+_ROUNDING = 1e-5
 
 
 def draw_projection(
@@ -81,7 +83,7 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
         draw: "orthogonal" or "iid".
         lengths: "chi" or "fixed".
         scale: factor on q·k, > 0; D**-0.5 if None.
-        seed: of the draw, 0 ≤ seed < 2**63.
+        seed: of the draw, 0 ≤ seed < 2**63, of which torch's generator for CPUs reads the lowest 32 bits.
         num_heads: draw one W per key/value head, (H, m, D), for inputs (..., H, L, D); one W for all if None.
 
     Raises:
@@ -169,9 +171,7 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
         Raises:
             ValueError: the variance is not a function of these alone, as that of `RandomRelu` and `Sderf`.
         """
-        raise ValueError(
-            f"the relative variance of {type(self).__name__} depends on more than |x ± y|²; call variance(q, k)"
-        )
+        raise ValueError(f"the variance of {type(self).__name__} depends on more than |x ± y|²; call variance(q, k)")
 
     def draw_digest(self) -> str:
         """A digest of W, which may have been loaded beside another draw's seed; read once after each change of W."""
@@ -191,6 +191,21 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
         self._prepared_from, self._draw_digest, self._derived_from = self.projection, None, self._versions()
         with torch.inference_mode(False), torch.no_grad():
             self._prepared = in_both_dtypes(self._weights(self.projection))
+
+    def _check_written(self) -> None:
+        """Refuse a mean of draws, which its seed gives away; what else is written to W alone is its writer's."""
+        if not has_number(self.seed) or int(self.seed) == self._seed:
+            return
+        blocks = (self.projection / _norms(self.projection)).split(self.head_dim, -2)
+        slants = [float((block @ block.mT).triu(1).abs().max()) for block in blocks if self.draw == "orthogonal"]
+        # The variance of Gaussian numbers, within six standard deviations.
+        least = 1 - 6 * math.sqrt(2 / self.projection.numel())
+        if max(slants, default=0.0) > _ROUNDING or not float(self.projection.square().mean()) >= least:
+            raise ValueError(
+                f"the projection of {type(self).__name__} is no {self.draw} draw: a mean of draws, as "
+                "AveragedModel(…, use_buffers=True) takes across a redraw, estimates another kernel; copy projection "
+                "and seed of one map, and average parameters alone"
+            )
 
     def _derive_from_buffers(self) -> None:
         """The seed and what is made of W."""
@@ -236,6 +251,8 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
         if seed is not None:
+            if saved is not None:
+                self._check_written()
             self._seed = int(seed)
             if saved is None:
                 self.projection = self._draw().to(self.projection.device)

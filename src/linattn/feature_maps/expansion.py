@@ -12,8 +12,8 @@ from torch import Tensor
 
 from linattn.feature_maps._base import FeatureMap
 from linattn.feature_maps._fitted import FittedMap, by_head, grouped_sample, kmeans, means, nearest, token_mean
-from linattn.feature_maps._powers import squared_length
 from linattn.feature_maps.arguments import check_count, check_seed, temperature
+from linattn.feature_maps.powers import squared_length
 from linattn.softmax.precision import outside_autocast
 
 # Tokens per head that a fit looks at, evenly spread: enough for means, and its cost stays below that of attention.

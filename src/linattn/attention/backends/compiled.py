@@ -9,7 +9,7 @@ from linattn.attention.backends.backend import Call, Rows
 from linattn.attention.backends.blocked import Blocked
 from linattn.attention.backends.blocked.blocks import RISE
 from linattn.attention.sums import Sums
-from linattn.feature_maps._powers import Powers
+from linattn.feature_maps.powers import Powers
 from linattn.softmax.extensions import IN_GRAPHS, objections_to
 from linattn.softmax.precision import LOG2_E
 from linattn.softmax.tracing import is_followed

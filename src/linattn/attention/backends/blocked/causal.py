@@ -25,7 +25,7 @@ from linattn.attention.backends.blocked.jumps import Split, split, split_gradien
 from linattn.attention.backends.blocked.records import Causal, CausalOutputs, Gradients, KeyGradients, Saved, SavedRows
 from linattn.attention.sums import Sums, lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
-from linattn.feature_maps._map_gradients import MapGradients
+from linattn.feature_maps.map_gradients import MapGradients
 from linattn.softmax.precision import LOG2_E
 
 # The sums are kept every so many blocks for the backward pass, which then folds each block in once more, not twice.

@@ -18,7 +18,7 @@ from linattn.attention.backends.blocked.grouped import TileGradients, TileReader
 from linattn.attention.backends.blocked.records import Absorb, Causal, CausalOutputs, Gradients, Read, Saved
 from linattn.attention.sums import Sums, per_feature
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
-from linattn.feature_maps._map_gradients import MapGradients
+from linattn.feature_maps.map_gradients import MapGradients
 
 
 def absorb(feature_map: FeatureMap, inputs: Absorb) -> Sums:
