@@ -12,6 +12,13 @@ FIXED, FORGET = "tests/positions/test_fixed_decay.py", "tests/positions/test_for
 
 FAULTS = (
     Fault(
+        "ask a map for a kernel without what it takes from each call",
+        ROOM + "encodings.py",
+        "bind(feature_map, *call, is_causal=False)[0].swapped.kernel(*call)",
+        "feature_map.kernel(*call)",
+        ENCODINGS,
+    ),
+    Fault(
         "mirror where positions should rotate",
         ROOM + "encodings.py",
         "second * cos + first * sin",

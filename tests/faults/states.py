@@ -40,6 +40,8 @@ FAULTS = (
         LAWS,
     ),
     Fault("take more merged keys than a config keeps", TENSORS, "and count > most", "and False", MERGED_LAWS),
+    Fault("begin a state of integers", STATE, "if dtype not in DTYPES:", "if False:", "tests/laws/test_refusals.py"),
+    Fault("begin a state of fewer than no rows", STATE, " or size < 0:", ":", "tests/laws/test_refusals.py"),
     Fault("compare shapes alone", TENSORS, "or x.dtype != dtype", "", LAWS),
     Fault("forget the device", TENSORS, " or x.device != device:", ":", LAWS),
     Fault(

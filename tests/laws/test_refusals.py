@@ -42,7 +42,7 @@ TABLE: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "float8": (
         lambda: attend(*(x.to(torch.float8_e4m3fn) for x in (Q, K, V))),
         TypeError,
-        r"query must be float16, bfloat16, float32 or float64, got torch.float8_e4m3fn; convert",
+        r"query must be float16, bfloat16, float32 or float64, got torch.float8_e4m3fn; call query.float",
     ),
     "meta": (
         lambda: attend(*(x.to("meta") for x in (Q, K, V))),
@@ -59,6 +59,23 @@ TABLE: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "key/value heads, got 0 and 2; give",
     ),
+    **{
+        f"state-of-{dtype}": (
+            lambda dtype=dtype: state_of(dtype=dtype),
+            TypeError,
+            f"dtype must be that of tokens, float16, bfloat16, float32 or float64, got {dtype!r}",
+        )
+        for dtype in (torch.complex64, torch.int64, torch.bool, torch.float8_e4m3fn, "float32", None)
+    },
+    **{
+        f"state-{name}-{size}": (
+            lambda name=name, size=size: state_of(**{name: size}),
+            ValueError,
+            f"{name} must be an integer of at least 0, got {size!r}; give that of the tokens",
+        )
+        for name in ("batch_size", "num_heads", "value_dim")
+        for size in (-1, 1.5, True, "3")
+    },
     "state-to-a-dtype": (
         lambda: state_of().to(torch.float32),
         TypeError,

@@ -110,7 +110,7 @@ def test_a_hybrid_learns_a_text_by_heart() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     causal, bidirectional = Block(LAYERS["plain"](is_causal=True)), Block(LAYERS["plain"]())
-    with pytest.raises(TypeError, match="attention must be a LinearAttention or a SoftmaxAttention, got Linear"):
+    with pytest.raises(TypeError, match="attention must be a LinearAttention or SoftmaxAttention, got Linear"):
         Block(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"got 0 of widths \[\]"):
         LinearLM(5, [])
@@ -136,7 +136,7 @@ def test_logits_without_the_weights_of_the_head_are_refused() -> None:
     model, x = LinearLM(5, [Block(LAYERS["plain"](is_causal=True))]), tokens(1, 3)
     wanted = model.logits(x)
     model.embedding.to("meta")
-    with pytest.raises(ValueError, match="embedding's weights, which are the head's too, are offloaded; keep them on"):
+    with pytest.raises(ValueError, match="embedding's weights, the head's too, are offloaded; keep them on"):
         model.logits(x)
     model.norm.to("meta")
     assert model.logits(x.to("meta")).shape == wanted.shape

@@ -100,7 +100,7 @@ REFUSED = {
     "attn_mask must be the causal one, \\(6, 6\\), got another of shape \\(5, 5\\)": {"attn_mask": CAUSAL[1:, 1:]},
     "got need_weights=True": {"need_weights": True},
     "is called with is_causal=True or a causal attn_mask, got is_causal=False": {},
-    "give a bool mask": {"is_causal": True, "key_padding_mask": torch.full((2, L), 0.5)},
+    "give a bool one": {"is_causal": True, "key_padding_mask": torch.full((2, L), 0.5)},
 }
 
 

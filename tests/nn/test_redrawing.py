@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from layers import linear, tokens
 from linattn.feature_maps import Centred, EluPlusOne, FavorPlus
@@ -63,6 +64,16 @@ def test_a_resumed_run_has_the_draws_of_an_uncut_one(loads_model: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(draws(uncut), draws(resumed), strict=True))
     assert whole.step() == second.step() is True
     assert all(torch.equal(a, b) for a, b in zip(draws(uncut), draws(resumed), strict=True))
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_redraw_between_forward_and_backward_is_refused(checkpoints: bool) -> None:
+    trained, x = model(), tokens(1, 5)
+    schedule = RedrawSchedule(trained, every=1)
+    out = checkpoint(trained, x, use_reentrant=False) if checkpoints else trained(x)
+    schedule.step()
+    with pytest.raises(RuntimeError, match="redraw or fit after backward"):
+        out.sum().backward()
 
 
 def test_nothing_is_drawn_in_evaluation() -> None:

@@ -41,12 +41,14 @@ IN_EXPECTATION = {
     *("Oprf", "Sderf", "Sderf-iid-per-head", "RandomRelu", "Centred-FavorPlus", "Centred-Trigonometric"),
     *("Balanced-FavorPlus", "Balanced-Oprf", "Centred-Balanced-FavorPlus", "Centred-Balanced-Sderf"),
 }
+# What these take from a call turns with the queries and keys it is taken from.
+OF_THE_CALL = {"Centred-call-FavorPlus", "Centred-call-Taylor", "Expansion-call"}
 
 
 def admitted(name: str) -> tuple[str, ...]:
     """The maps that an encoding goes with."""
     if name == "Rotary":
-        return tuple(x for x in MAPS if x in OF_THE_PRODUCT | IN_EXPECTATION)
+        return tuple(x for x in MAPS if x in OF_THE_PRODUCT | IN_EXPECTATION | OF_THE_CALL)
     return MAPS
 
 
@@ -78,7 +80,7 @@ def test_a_map_is_admitted_or_refused(name: str, map_name: str) -> None:
 
 
 EXACTLY_RELATIVE = [
-    *(("Rotary", name) for name in MAPS if name in OF_THE_PRODUCT),
+    *(("Rotary", name) for name in MAPS if name in OF_THE_PRODUCT | {"Centred-call-Taylor", "Expansion-call"}),
     *(("SinusoidalCodes", name) for name in MAPS if name in OF_THE_PRODUCT),
 ]
 

@@ -108,7 +108,7 @@ WRONG = {
         **{
             f"--budget {value}": "Invalid value for '--budget': Input should be" for value in (-1, 0, 2**20 + 1, 10**18)
         },
-        "--tokens 1025": "the model has 1024 positions, and prompt and --tokens are 1026 tokens together; give fewer",
+        "--tokens 1025": "the model has 1024 positions, prompt and --tokens are 1026 together; give fewer",
         "--budget 1": "--budget: a budget of 1 keys is too small for keys of width",
         "--budget 99 --bits 9": "--bits must be from 2 to 8, or 32, got 9",
         "--bits 4": "are of a bounded cache; give --budget too",

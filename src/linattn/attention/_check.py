@@ -55,9 +55,7 @@ def checked_for(
         )
     _, held = next(named_tensors(feature_map), (None, query))
     if held.device != query.device:
-        raise ValueError(
-            f"the feature map is on {held.device}, the tensors on {query.device}; move it with feature_map.to(…)"
-        )
+        raise ValueError(f"the feature map is on {held.device}, the tensors on {query.device}; call feature_map.to(…)")
     return query, key, value, bias
 
 

@@ -74,9 +74,7 @@ def _check_length(model: PreTrainedModel, num_tokens: int) -> None:
     most = getattr(model.config, "max_position_embeddings", None)
     is_rotary = any(name.endswith("inv_freq") for name, _ in model.named_buffers())
     if most is not None and num_tokens - 1 > most and not is_rotary:
-        raise ValueError(
-            f"the model has {most} positions, and prompt and --tokens are {num_tokens} tokens together; give fewer"
-        )
+        raise ValueError(f"the model has {most} positions, prompt and --tokens are {num_tokens} together; give fewer")
 
 
 def _measured(console: Console, model: PreTrainedModel, tokens: Tensor, cache: Cache) -> tuple[float, str]:

@@ -108,9 +108,7 @@ def _read_option(keyword: ast.keyword, name: str, text: str) -> tuple[str, Any]:
     try:
         return keyword.arg, ast.literal_eval(keyword.value)
     except ValueError:
-        raise ValueError(
-            f"{text!r}: the value of {keyword.arg} must be a plain number, text, True, False or None"
-        ) from None
+        raise ValueError(f"{text!r}: {keyword.arg} must be a plain number, text, True, False or None") from None
 
 
 def _no_form(text: str) -> ValueError:

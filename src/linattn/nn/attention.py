@@ -135,9 +135,7 @@ class Attention(nn.Module, ABC):
             ValueError: the layer is not causal; shapes do not fit.
         """
         if not self.is_causal:
-            raise ValueError(
-                "a stream needs a causal layer, got one with is_causal=False; build it with is_causal=True"
-            )
+            raise ValueError("a stream needs a causal layer, got is_causal=False; build it with is_causal=True")
         if self.parts is not None:
             raise ValueError(
                 "a stream is read by one process, and this layer is given parts of sequences; set its `parts` to None, "
@@ -208,9 +206,7 @@ class Attention(nn.Module, ABC):
                 f"it with num_heads={self.num_kv_heads}"
             )
         if gate is not None and not self.is_causal:
-            raise ValueError(
-                "a gate makes earlier tokens fade, got is_causal=False; build the layer with is_causal=True"
-            )
+            raise ValueError("a gate makes earlier tokens fade, got is_causal=False; build it with is_causal=True")
 
     def _check_tokens(self, x: Tensor, memory: Tensor | None, key_mask: Tensor | None) -> None:
         """Refuse tokens of another shape, and a memory where an order matters."""
@@ -268,9 +264,7 @@ def _checked_head_dim(embed_dim: int, num_heads: int, num_kv_heads: int, head_di
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
     if head_dim is None and embed_dim % num_heads:
-        raise ValueError(
-            f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; or give head_dim"
-        )
+        raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; or set head_dim")
     return embed_dim // num_heads if head_dim is None else head_dim
 
 

@@ -188,12 +188,8 @@ def _check_representable(mha: nn.MultiheadAttention) -> None:
             "project one of them to the other's width first"
         )
     if mha.bias_k is not None or mha.bias_v is not None:
-        raise ValueError(
-            "this layer has no learned key beside the tokens, got add_bias_kv=True; append it to the memory"
-        )
+        raise ValueError("this layer has no learned key beside the tokens, got add_bias_kv=True; append it to memory")
     if mha.add_zero_attn:
         raise ValueError("this layer has no zero key beside the tokens, got add_zero_attn=True; train without it first")
     if mha.dropout:
-        raise ValueError(
-            f"linear attention has no weights to drop, got dropout={mha.dropout}; set mha.dropout = 0.0 to go without"
-        )
+        raise ValueError(f"linear attention has no weights to drop, got dropout={mha.dropout}; set mha.dropout = 0.0")

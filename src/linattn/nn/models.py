@@ -60,9 +60,7 @@ class Block(nn.Module):
     def __init__(self, attention: Attention, *, hidden_dim: int | None = None, dropout: float = 0.0) -> None:
         super().__init__()
         if not isinstance(attention, Attention):
-            raise TypeError(
-                f"attention must be a LinearAttention or a SoftmaxAttention, got {type(attention).__name__}"
-            )
+            raise TypeError(f"attention must be a LinearAttention or SoftmaxAttention, got {type(attention).__name__}")
         width, weight = attention.embed_dim, attention.q_proj.weight
         hidden_dim = 8 * -(-width // 3) if hidden_dim is None else check_count("hidden_dim", hidden_dim)
         self.attention_norm = nn.RMSNorm(width, device=weight.device, dtype=weight.dtype)
@@ -197,9 +195,7 @@ class LinearLM(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Logits of the last block's outputs, (B, L, E) -> (B, L, V)."""
         if self.embedding.weight.is_meta and not x.is_meta:
-            raise ValueError(
-                "the embedding's weights, which are the head's too, are offloaded; keep them on the device"
-            )
+            raise ValueError("the embedding's weights, the head's too, are offloaded; keep them on the device")
         return nn.functional.linear(self.norm(x), self.embedding.weight)
 
 

@@ -44,9 +44,7 @@ class MultiheadAttention(nn.Module):
     def __init__(self, layer: Attention, *, batch_first: bool = True) -> None:
         super().__init__()
         if not isinstance(layer, Attention):
-            raise TypeError(
-                f"layer must be a linattn.nn.Attention, such as LinearAttention, got {type(layer).__name__}"
-            )
+            raise TypeError(f"layer must be a linattn.nn.Attention, like LinearAttention, got {type(layer).__name__}")
         self.layer, self.batch_first = layer, batch_first
 
     @classmethod
@@ -161,9 +159,7 @@ def _attended(key_padding_mask: Tensor) -> Tensor:
         return ~key_padding_mask
     live = key_padding_mask == 0
     if has_values(live) and not bool((live | (key_padding_mask == -torch.inf)).all()):
-        raise ValueError(
-            "a floating key_padding_mask must be 0 or -inf everywhere, got other numbers; give a bool mask"
-        )
+        raise ValueError("a floating key_padding_mask must be 0 or -inf everywhere, got other numbers; give a bool one")
     return live
 
 

@@ -15,8 +15,9 @@ class RedrawSchedule:
         draw number n = step // every, n ≥ 1: map i has W(seed_i,n),   seed_i,n a digest of (seed, i, n)
 
     A draw is a function of numbers alone, so that every rank has the same one, whatever else it draws, and a run that
-    goes on from a checkpoint has those of an uncut run. Call `step` once after each step of the optimiser. States do
-    not outlive a redraw: attention refuses them. Cost of a redraw: O(R·D²) per map.
+    goes on from a checkpoint has those of an uncut run. Call `step` once after each step of the optimiser. States and
+    graphs do not outlive a redraw: attention refuses them, save where `torch.utils.checkpoint` computes it again with
+    use_reentrant=True or without a gradient of its own. Cost of a redraw: O(R·D²) per map.
 
     Attributes:
         num_steps: how many steps there were.
@@ -56,9 +57,7 @@ class RedrawSchedule:
             RuntimeError: the model is in evaluation mode, in which nothing is drawn.
         """
         if not self.model.training:
-            raise RuntimeError(
-                "a redraw in evaluation would change the model; call model.train() before training steps"
-            )
+            raise RuntimeError("a redraw in evaluation would change the model; call model.train() before training")
         self.num_steps += 1
         if is_due := self.num_steps % self.every == 0:
             self._draw()

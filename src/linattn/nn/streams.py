@@ -122,9 +122,7 @@ def _check_kept(past: KeptTokens, new: KeptTokens) -> None:
                 "state that it returned"
             )
         if isinstance(x, Tensor) and x.device != new.key.device:
-            raise ValueError(
-                f"the stream's {name} is on {x.device}, the tokens on {new.key.device}; move it with .to()"
-            )
+            raise ValueError(f"the stream's {name} is on {x.device}, the tokens on {new.key.device}; call .to()")
 
 
 def _mask(tokens: KeptTokens) -> Tensor:

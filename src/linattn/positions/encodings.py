@@ -6,6 +6,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from linattn.attention.bound_map import bind
 from linattn.feature_maps import FeatureMap
 from linattn.feature_maps.arguments import check_count, check_number, check_seed
 from linattn.softmax.checking import check_dense
@@ -218,12 +219,14 @@ def _keeps_rotations(feature_map: FeatureMap) -> bool:
     generator = torch.Generator().manual_seed(0)
     tensors = [*feature_map.buffers(), *feature_map.parameters()]
     heads = max((x.shape[-3] for x in tensors if x.ndim > 2), default=1)  # Of maps with tensors of each head.
-    shape, device = (2, heads, 5, feature_map.head_dim), tensors[0].device if tensors else torch.device("cpu")
+    shape, device = (2, 1, heads, 5, feature_map.head_dim), tensors[0].device if tensors else torch.device("cpu")
     drawn: Any = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
     q, k = torch.randn(shape, **drawn).to(device)
     turn = torch.linalg.qr(torch.randn(feature_map.head_dim, feature_map.head_dim, **drawn))[0].to(device)
     with torch.no_grad():
-        kernel, turned = feature_map.kernel(q, k), feature_map.kernel(q @ turn, k @ turn)
+        # What a map takes from each call turns with the call.
+        calls = (q, k), (q @ turn, k @ turn)
+        kernel, turned = (bind(feature_map, *call, is_causal=False)[0].swapped.kernel(*call) for call in calls)
     return is_fake(turned) or turned.is_meta or bool((turned - kernel).norm() <= _ROUNDING * kernel.norm())
 
 

@@ -51,9 +51,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{tuple(x.shape)}; add dimensions with unsqueeze, or transpose(1, 2) from (B, L, H, width)"
             )
         if x.dtype not in DTYPES:
-            raise TypeError(
-                f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}; convert it with {name}.float()"
-            )
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}; call {name}.float()")
     if len({x.dtype for x in named.values()}) > 1:
         dtypes = f"{query.dtype}, {key.dtype}, {value.dtype}"
         raise TypeError(f"query, key and value must share one dtype, got {dtypes}; convert with .to()")
