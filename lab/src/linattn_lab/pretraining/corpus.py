@@ -89,9 +89,9 @@ def from_documents(documents: Iterable[Document], *, context: int) -> Corpus:
                 f"the {words} part has {len(joined[place])} bytes of {len(parts[place])} documents, wanted more than "
                 f"context={context}; give more text, or a shorter context"
             )
-    tensors = (torch.frombuffer(bytearray(joined[place]), dtype=torch.uint8) for place in uses.values())
+    training, validation, test = (torch.frombuffer(bytearray(joined[at]), dtype=torch.uint8) for at in uses.values())
     digest = hashlib.sha256(b"".join(hashlib.sha256(joined[place]).digest() for place in sorted(joined))).hexdigest()
-    return Corpus(*tensors, len(different), digest, is_split_by_file)
+    return Corpus(training, validation, test, len(different), digest, is_split_by_file)
 
 
 def _by_name(name: str, content: bytes) -> Iterator[tuple[int, bytes]]:
