@@ -223,4 +223,11 @@ FAULTS = (
         "EncoderDecoderStates(text_cache, DynamicCache(config=model.config))",
         "tests/hf/test_streaming.py",
     ),
+    Fault(
+        "lay numbers that are none to attention",
+        "hf/interception.py",
+        "if not output.isfinite().all():",
+        "if False:",
+        "tests/hf/test_capture.py",
+    ),
 )

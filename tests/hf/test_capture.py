@@ -70,3 +70,12 @@ def test_outputs_of_a_decoder_are_those_of_its_own_tokens(build, padded):
 def test_training_mode(build, padded):
     with pytest.raises(ValueError, match=r"call model\.eval\(\) first"):
         capture(build("bert").train(), padded("right"))
+
+
+@torch.no_grad()
+def test_numbers_that_are_none_are_not_laid_to_attention(build, padded):
+    """The model's own output says so before attention is looked at."""
+    model = build("bert")
+    next(model.parameters())[:] = float("nan")
+    with pytest.raises(RuntimeError, match="BertModel gives NaN or infinity"):
+        capture(model, padded("right"))

@@ -216,6 +216,8 @@ def linear_partial_with_state(
         >>> partial, _ = linear_partial_with_state(q, 3 * k, v / 2, relu, first.state)
         >>> partial.out.item(), round(partial.log_normalizer.exp().item(), 4)
         (5.0, 4.0)
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
     """
     tokens = query, key, value
     call, rows, after = _advance(tokens, feature_map, state, (key_mask, key_bias), enable_gqa, window, backend)

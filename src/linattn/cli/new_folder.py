@@ -27,7 +27,8 @@ def shared_folder(
     console, work = Console(quiet=not processes.is_first), out.with_name(f"{out.name}.unfinished")
     # Before anything of the first process's can fail while the others wait.
     check_same_options(processes, call)
-    with ending(console, lambda: _what_is_left(work) if processes.is_first else ""):
+    left = f"The work so far is in {work}; run the same command again to resume."
+    with ending(console, lambda: "" if not processes.is_first else left if work.exists() else "Nothing was kept yet."):
         if not processes.is_first:
             yield console, None
             return
@@ -80,9 +81,3 @@ def finish(work: Path, out: Path, write: Callable[[Path], None], *, is_continued
         # The lock goes with the process that holds it.
         if path.name != LOCK:
             remove(path)
-
-
-def _what_is_left(work: Path) -> str:
-    """Say what an interrupt has left."""
-    words = f"The work so far is in {work}; run the same command again to resume."
-    return words if work.exists() else "Nothing was kept yet."

@@ -290,6 +290,10 @@ def _check_rebuilt(model: PreTrainedModel, output: Tensor, rebuilt: Tensor, padd
     """Refuse a recording that does not explain the model; padded positions, where it has any, are left out."""
     if padding is not None and output.shape[: padding.ndim] == padding.shape:
         output, rebuilt = output[padding.bool()], rebuilt[padding.bool()]
+    if not output.isfinite().all():
+        raise RuntimeError(
+            f"{type(model).__name__} gives NaN or infinity, as such weights do; give another model, or dtype"
+        )
     difference = float((rebuilt.double() - output.double()).norm() / output.double().norm())
     allowed = torch.finfo(output.dtype).eps ** 0.5
     if not difference <= allowed:

@@ -149,6 +149,8 @@ def gated_attention_with_state(
         >>> out, _ = gated_attention_with_state(x, x, v, relu, gates)
         >>> round(out[0, 0, 1, 0].item(), 4)  # (0.5·8 + 2)/(0.5 + 1)
         4.0
+
+    Source: as `gate_bias`.
     """
     check_dense(query=query, key=key, value=value)
     gates, length = _checked(gates, key_mask), key.shape[2]
