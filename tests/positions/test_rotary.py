@@ -50,8 +50,3 @@ def test_rows_have_positions_of_their_own() -> None:
     for i in (0, 1):
         alone = rotary(q[i : i + 1], k[i : i + 1], at[i])
         assert all(torch.equal(x[i : i + 1], y) for x, y in zip(both, alone, strict=True))
-
-
-def test_an_unfitted_map_is_asked_to_be_fitted() -> None:
-    with pytest.raises(ValueError, match="call fit"):
-        Rotary(8).bind(build("Centred-call-FavorPlus"))

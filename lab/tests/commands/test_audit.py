@@ -288,7 +288,7 @@ def test_methods_that_cannot_pay_are_left_out_unless_asked_for(run, wide_folder,
     assert (header.maps, header.left_out) == (["Relu"], {"Expansion(num_centres=64)": reason})
     assert {row.map for row in rows if isinstance(row, HeadRow)} == {"Relu"}
     page = Page((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
-    assert f"Expansion(num_centres=64). {reason}." in page.text
+    assert f"Expansion(num_centres=64): {reason}." in page.text
     assert "Left out" not in run("--map", "Expansion(num_centres=64)").output
     assert AUDIT.read(tmp_path / "out" / "audit.jsonl")[0].left_out == {}
 
