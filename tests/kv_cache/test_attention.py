@@ -348,12 +348,12 @@ def test_compiled_and_mapped_calls_are_those_of_eager(is_causal: bool, bits: int
 def test_what_cannot_be_is_refused() -> None:
     query, key, value = qkv(heads=2)
     for sizes, words in (
-        ((0, 4), "window must be an integer from 1 to 2³¹, got 0"),
-        ((4.0, 4), "window must be an integer from 1 to 2³¹, got 4.0"),
-        ((True, 4), "window must be an integer from 1 to 2³¹, got True"),
-        ((4, 0), "num_merged must be an integer from 1 to 2³¹, got 0"),
-        ((4, 2**31), "num_merged must be an integer from 1 to 2³¹, got 2147483648"),
-        ((4, None), "num_merged must be an integer from 1 to 2³¹, got None"),
+        ((0, 4), "window must be an integer from 1 to 2³¹ - 1, got 0"),
+        ((4.0, 4), "window must be an integer from 1 to 2³¹ - 1, got 4.0"),
+        ((True, 4), "window must be an integer from 1 to 2³¹ - 1, got True"),
+        ((4, 0), "num_merged must be an integer from 1 to 2³¹ - 1, got 0"),
+        ((4, 2**31), "num_merged must be an integer from 1 to 2³¹ - 1, got 2147483648"),
+        ((4, None), "num_merged must be an integer from 1 to 2³¹ - 1, got None"),
     ):
         with pytest.raises(ValueError, match=words):
             MergedKV(*sizes)

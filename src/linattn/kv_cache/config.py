@@ -141,7 +141,7 @@ class MergedKV:
         least = {_WINDOW: 1, "num_merged": 0 if self.coded else 1, "num_sinks": 0}
         for name, size in ((name, getattr(self, name)) for name in least if name != _WINDOW or self.window is not None):
             if isinstance(size, bool) or not isinstance(size, int) or not least[name] <= size < _MOST:
-                raise ValueError(f"{name} must be an integer from {least[name]} to 2³¹, got {size!r}")
+                raise ValueError(f"{name} must be an integer from {least[name]} to 2³¹ - 1, got {size!r}")
         # Where none are merged they have no bits.
         object.__setattr__(self, "bits", checked_bits(self.bits if self.num_merged else None))
 

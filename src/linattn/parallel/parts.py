@@ -139,7 +139,7 @@ class Part(NamedTuple):
             bias, log_decay = gate_bias(self.gates.cut(at), key_mask=part.key_mask)
             if part.bias is not None:
                 bias = torch.where(part.bias == -torch.inf, -torch.inf, bias)
-            decayed = span.state.decay(log_decay).without(None)
+            decayed = span.state.decay(log_decay)
             state = part._after(feature_map, decayed, bias.to(decayed.m).expand(part.key.shape[:3]), backend)
             assert span.log_decay is not None
             span = Span(state, span.log_decay + log_decay)
