@@ -163,9 +163,9 @@ class JointGradients(JointRows):
             pulled = self._pull_joint(visit, rows, value, grad_S, grad_z).where(visit.safe, apart)
         block, masked = visit.block, self.keys.masked(visit.block)
         self.of_bias.store(block, masked, pulled.keys.log)
-        self.back.query(x_q, pulled.t, partial(features.store_queries, tokens.query[..., block, :]))
-        self.back.key(visit.x, pulled.keys, partial(features.store_masked, tokens.key[:, :, block], masked))
-        features.store_masked(tokens.value[:, :, block], masked, pulled.value)
+        self.back.query(x_q, pulled.t, partial(features.store, tokens.query[..., block, :], None))
+        self.back.key(visit.x, pulled.keys, partial(features.store, tokens.key[:, :, block], masked))
+        features.store(tokens.value[:, :, block], masked, pulled.value)
         return pulled.S, pulled.z
 
     def _pull_joint(self, visit: BlockState, rows: SavedRows, value: Tensor, grad_S: Tensor, grad_z: Tensor) -> Pulled:

@@ -241,11 +241,6 @@ class BiasGradient:
         self.of_heads[..., block] = of_log if masked is None else of_log.masked_fill(masked, 0)
 
 
-def store_queries(target: Tensor, grad: Tensor) -> None:
-    """Write a block of gradients (B, H, G·n, D) to (B, H, G, n, D)."""
-    target.copy_(grad.view(target.shape))
-
-
-def store_masked(target: Tensor, masked: Tensor | None, grad: Tensor) -> None:
-    """Write a block of gradients; masked keys get exactly 0."""
-    target.copy_(grad if masked is None else grad.masked_fill(masked.unsqueeze(-1), 0))
+def store(target: Tensor, masked: Tensor | None, grad: Tensor) -> None:
+    """Write a block of gradients (B, H, n, D), of queries (B, H, G·n, D) to (B, H, G, n, D); masked keys get 0."""
+    target.copy_((grad if masked is None else grad.masked_fill(masked.unsqueeze(-1), 0)).view(target.shape))

@@ -48,10 +48,10 @@ def absorb_backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
         # grad φ(k) = [v, 1] [grad S, grad z]ᵀ, the second part added to all rows alike.
         grad_phi = space.product("grad", v.flatten(0, 1), flat_grad_S.mT).view(phi_k.shape).add_(row_grad_z)
         grad_v = space.product("grad_v", phi_k.flatten(0, 1), flat_grad_S)
-        features.store_masked(of_value[:, :, block], masked, grad_v.view(v.shape))
+        features.store(of_value[:, :, block], masked, grad_v.view(v.shape))
         of_outputs = here.gradients(m, phi_k, grad_phi)
         of_bias.store(block, masked, of_outputs.log)
-        back.key(x, of_outputs, partial(features.store_masked, of_key[:, :, block], masked))
+        back.key(x, of_outputs, partial(features.store, of_key[:, :, block], masked))
     decay = per_feature((inputs.m - m).exp_(), grad_z.shape[-1])
     return Gradients((of_key, of_value, grad_S * decay.unsqueeze(-1), grad_z * decay), of_bias.total, back.finish())
 
@@ -90,7 +90,7 @@ def read_backward(feature_map: FeatureMap, saved: Saved) -> Gradients:
         # grad φ(q) = [grad num, grad den] [S, z]ᵀ.
         grad_phi = space.product("grad", grad_num, flat_S.mT).addcmul_(grad_den, flat_z.unsqueeze(-2))
         grad_t = features.query_gradient(grad_phi.view(shaped_q.shape), shaped_q, m, rows.reference, exponential)
-        back.query(x, grad_t, partial(features.store_queries, of_query[..., block, :]))
+        back.query(x, grad_t, partial(features.store, of_query[..., block, :], None))
     return Gradients((of_query, of_S.contiguous(), of_z), None, back.finish())
 
 

@@ -252,9 +252,9 @@ class GroupedGradients(GroupedRows):
         gradients = self.back.pull((out, den, reference, *sums), leaves, (*wanted, grad_S, grad_z))
         for of_bias in gradients[5:]:
             self.of_bias.store(block, masked, of_bias)
-        features.store_queries(tokens.query[..., block, :], gradients[0])
-        features.store_masked(tokens.key[:, :, block], masked, gradients[1])
-        features.store_masked(tokens.value[:, :, block], masked, gradients[2])
+        features.store(tokens.query[..., block, :], None, gradients[0])
+        features.store(tokens.key[:, :, block], masked, gradients[1])
+        features.store(tokens.value[:, :, block], masked, gradients[2])
         return gradients[3], gradients[4]
 
 
