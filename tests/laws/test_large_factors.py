@@ -245,6 +245,37 @@ def test_small_factors_add_up_over_thousands_of_tokens(name: str, factor: float)
     torch.testing.assert_close(after(name, decayed, 9).out, after(name, once, 9).out, **ROUNDING)
 
 
+@pytest.mark.parametrize("name", STREAMS)
+def test_small_factors_add_up_in_graphs_too(name: str) -> None:
+    """Of each token's own call, and inside one mapped call."""
+    torch.compiler.reset()
+    state, (feature_map, _) = stream(name).decay(-30.0), STREAMS[name]
+    factor, query, number = 3.0001e-3, tokens(3, 2)[0], 1000
+    compiled, decayed = torch.compile(lambda x: x.decay(factor), backend="eager", fullgraph=True), state
+    for _ in range(number):
+        decayed = compiled(decayed)
+
+    def mapped(factor: Tensor) -> Tensor:
+        inner = state
+        for _ in range(number):
+            inner = inner.decay(factor)
+        return inner.read(feature_map, query).log_normalizer
+
+    wanted = state.read(feature_map, query).log_normalizer + number * factor
+    of_mapped = torch.func.vmap(mapped)(torch.full((2,), factor, dtype=torch.float64))
+    for found in (decayed.read(feature_map, query).log_normalizer, *of_mapped):
+        # Exponents of some thirty, rounded a few times in float32.
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2**-16)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_what_is_left_of_large_factors_keeps_its_digits(name: str) -> None:
+    """A number has more than float32 holds of a large one."""
+    state, (feature_map, _) = stream(name), STREAMS[name]
+    logs = [x.read(feature_map, tokens(3, 2)[0]).log_normalizer for x in (state, state.decay(4000.1).decay(-4000.0))]
+    torch.testing.assert_close(logs[1], logs[0] + 0.1, **ROUNDING)
+
+
 def test_a_fading_stream_is_the_whole_call() -> None:
     """Token by token, with rates that float32 does not hold, of which thousands of tokens add up."""
     feature_map, _ = STREAMS["exponential"]

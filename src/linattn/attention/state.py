@@ -147,7 +147,7 @@ class State(Restored):
 
         A query that reads the state alone gets what it got before, its log-normaliser `log_factor` higher; later keys
         weigh so much more beside these. By -inf it is the state of no keys. Thousands of factors add up without loss of
-        digits; in a compiled or mapped (`torch.func`) call each is rounded as the float32 exponents it is added to.
+        digits, but where torch's trees take a state apart (`torch.func`, torch.export): there exponents take all of it.
 
         Args:
             log_factor: a number, or (B or 1, H or 1) for each key/value head, floating, finite or -inf; differentiable.
@@ -165,14 +165,14 @@ class State(Restored):
             4.0
         """
         self.check_tensors()
-        factor = torch.as_tensor(log_factor, dtype=self.m.dtype, device=self.m.device)
+        factor = torch.as_tensor(log_factor, dtype=torch.float64, device=self.m.device)
         batch, heads = self.m.shape[:2]
         if tuple(factor.shape) not in ((), (1, 1), (1, heads), (batch, 1), (batch, heads)):
             raise ValueError(
                 f"log_factor must be a number or (B or 1, H or 1) with (B, H) = {(batch, heads)}, got "
                 f"{tuple(factor.shape)}"
             )
-        return self._decayed(*split_factor(torch.atleast_2d(factor), self.apart, (batch, heads)))
+        return self._decayed(*split_factor(torch.atleast_2d(factor), self))
 
     def merge(self, other: State) -> State:
         """The state of both sets of keys; O(R·Dv).

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps import FeatureMap
-from linattn.softmax.tracing import has_values, is_followed, is_traced, is_transformed
+from linattn.softmax.tracing import has_values, is_followed
 
 if TYPE_CHECKING:
     from linattn.attention.state import State
@@ -75,24 +75,22 @@ _FAR, _STEP = 64.0, 2.0**-16
 _FAINT = 2.0**-11
 
 
-def split_factor(log_factor: Tensor, before: Tensor | None, shape: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
-    """The part of a factor (B or 1, H or 1) on a state that exponents take, and that kept apart, (B, H), float64."""
-    # Without values to look at exponents take all of it. So they do where it is -inf.
-    if is_traced(log_factor) or is_transformed() or log_factor.is_meta:
-        return log_factor, before
-    far, here = log_factor.detach().double() + (0 if before is None else before), log_factor - log_factor.detach()
-    if bool((far.abs() <= _FAR).all()):
-        steps = far if far.dtype == log_factor.dtype else (far / _STEP).round_().mul_(_STEP)
-        rest = far - steps
-        return here + steps.to(here.dtype), rest.expand(shape) if bool(rest.any()) else None
-    if not bool((log_factor < torch.inf).all()):
+def split_factor(log_factor: Tensor, state: State) -> tuple[Tensor, Tensor | None]:
+    """The part of a float64 factor (B or 1, H or 1) on a state that exponents take, and that kept apart, (B, H)."""
+    dtype, held = state.m.dtype, 0 if state.apart is None else state.apart
+    far, rounded = log_factor.detach() + held, log_factor.detach().to(dtype)
+    is_seen, gone = has_values(far) and not far.is_meta, rounded == -torch.inf
+    if is_seen and not bool((rounded < torch.inf).all()):
         raise ValueError(
             f"log_factor must be finite, or -inf for the state of no keys, got {log_factor.flatten().tolist()[:8]}; "
             "it is the logarithm of a factor on each key's weight"
         )
-    # Of a finite one exponents take 0, with its gradient.
-    gone, held = log_factor == -torch.inf, 0 if before is None else before
-    return torch.where(gone, -torch.inf, here), torch.where(gone, held, far).expand(shape)
+    # Of a far one exponents take 0, with its gradient.
+    steps = torch.where(far.abs() <= _FAR, far if far.dtype == dtype else (far / _STEP).round() * _STEP, 0)
+    rest, here = torch.where(gone, held, far - steps), log_factor - log_factor.detach()
+    taken = torch.where(gone, -torch.inf, here + steps)
+    # Where nothing can be looked at, it may be 0.
+    return taken, None if is_seen and not bool(rest.any()) else rest.expand(state.m.shape[:2])
 
 
 def relative_to(state: State, bias: Tensor | None, length: int) -> tuple[State, Tensor | None, Tensor | None]:
