@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import threading
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from layers import linear, tokens
+from layers import WIDTH, linear, tokens
 from linattn.feature_maps import Centred, EluPlusOne, FavorPlus
 from linattn.nn import Block, RedrawSchedule
 
@@ -66,14 +70,70 @@ def test_a_resumed_run_has_the_draws_of_an_uncut_one(loads_model: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(draws(uncut), draws(resumed), strict=True))
 
 
-@pytest.mark.parametrize("checkpoints", [False, True])
-def test_a_redraw_between_forward_and_backward_is_refused(checkpoints: bool) -> None:
-    trained, x = model(), tokens(1, 5)
+# Of torch's checkpoints; None for a plain call.
+REENTRANT = pytest.mark.parametrize("reentrant", [None, False, True])
+
+
+def called(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, reentrant: bool | None) -> torch.Tensor:
+    """The function's result, by a checkpoint or without."""
+    return function(x) if reentrant is None else checkpoint(function, x, use_reentrant=reentrant)
+
+
+@REENTRANT
+def test_a_redraw_between_forward_and_backward_is_refused(reentrant: bool | None) -> None:
+    trained, x = model(), tokens(1, 5).requires_grad_()
     schedule = RedrawSchedule(trained, every=1)
-    out = checkpoint(trained, x, use_reentrant=False) if checkpoints else trained(x)
+    for _ in range(2):
+        out = called(trained, x, reentrant)
+        schedule.step()
+        with pytest.raises(RuntimeError, match="redraw or fit after backward"):
+            out.sum().backward()
+        called(trained, x, reentrant).sum().backward()
+
+
+def test_so_it_is_where_what_follows_is_trained_alone() -> None:
+    """A checkpoint repeats frozen layers for the inputs of those after them."""
+    frozen, head, x = model().requires_grad_(False), torch.nn.Linear(WIDTH, WIDTH).double(), tokens(1, 5)
+    schedule = RedrawSchedule(frozen, every=1)
+    out = checkpoint(torch.nn.Sequential(frozen, head), x, use_reentrant=False)
     schedule.step()
     with pytest.raises(RuntimeError, match="redraw or fit after backward"):
         out.sum().backward()
+
+
+@REENTRANT
+def test_redraws_within_a_forward_pass_are_repeated_with_it(reentrant: bool | None) -> None:
+    trained, x, gradients = linear(FavorPlus(4, 8)), tokens(1, 5).requires_grad_(), []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        trained.feature_map.redraw(5)
+        return trained(x)
+
+    for way in (None, reentrant):
+        called(forward, x, way).sum().backward()
+        gradients.append(x.grad)
+        x.grad = None
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_threads_count_for_themselves(reentrant: bool, is_copy: bool) -> None:
+    """As processes do: what was redrawn in one is trained in another."""
+    trained, x, gradients = linear(FavorPlus(4, 8)), tokens(1, 5).requires_grad_(), []
+
+    def train() -> None:
+        called(copy.deepcopy(trained) if is_copy else trained, x, reentrant).sum().backward()
+        gradients.append(x.grad)
+
+    trained(x).sum().backward()
+    trained.feature_map.redraw(1)
+    x.grad = None
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    trainer.join()
+    wanted = torch.autograd.grad(trained(x).sum(), x)[0]
+    assert torch.equal(gradients[0], wanted)
 
 
 def test_nothing_is_drawn_in_evaluation() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
+from linattn.feature_maps._random_base import check_not_redrawn
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 
 
@@ -47,6 +48,7 @@ def bind(
     Half-precision tokens are widened where those tensors have gradients: what flows back through a mean and beside it
     may cancel, and is added before it is rounded. The mask is (B, Lk) or (B, Hkv, Lk).
     """
+    check_not_redrawn(feature_map)
     with outside_autocast(query.device):
         call = feature_map.call_tensors(query, key, key_mask=key_mask, is_causal=is_causal)
         if query.dtype != (wide := accumulation_dtype(query.dtype)) and any(map(_is_followed, call.values())):

@@ -128,9 +128,8 @@ class FeatureMap(nn.Module, ABC):
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """`nn.Module.register_buffer`; a tensor of a map built under inference mode serves training too."""
-        super().register_buffer(
-            name, None if tensor is None else outside_inference(tensor, even_within=True), persistent
-        )
+        tensor = None if tensor is None else outside_inference(tensor, even_within=True)
+        super().register_buffer(name, tensor, persistent)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy, or a map read from a file, is another object, whose buffers count their writes from 0."""

@@ -2,10 +2,13 @@
 
 import math
 from abc import abstractmethod
+from functools import partial
+from threading import get_ident
 from typing import Any, Literal, Self, get_args
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from linattn.feature_maps._base import FeatureMap, UncastBuffers, has_number, in_both_dtypes
 from linattn.feature_maps._moments import Lengths, Rows
@@ -16,43 +19,44 @@ from linattn.feature_maps.powers import squared_length
 Draw = Literal["orthogonal", "iid"]
 # Of products of unit rows that are orthogonal, also where they are kept in float32.
 _ROUNDING = 1e-5
+# By map that was drawn again: the thread, and how many nodes of graphs it had made by then.
+_REDRAWN: WeakKeyDictionary[nn.Module, tuple[int, int]] = WeakKeyDictionary()
 
 
 def draw_projection(
     seed: int, num_rows: int, head_dim: int, *, draw: Draw, lengths: Lengths, num_heads: int | None
 ) -> Tensor:
-    """Rows of W, (m, D) or (H, m, D), in float64 on the CPU: a pure function of its arguments."""
+    """Rows of W, (m, D) or (H, m, D), in float64 on the CPU whatever the defaults: a pure function of its arguments."""
     # Normal tensors even when a model is built under inference mode: they are used in training later.
     with torch.inference_mode(False), torch.no_grad():
-        generator = torch.Generator(device="cpu").manual_seed(seed)
-        heads = 1 if num_heads is None else num_heads
-        rows = _gaussian((heads, num_rows, head_dim), generator)
+        generator, heads = torch.Generator(device="cpu").manual_seed(seed), 1 if num_heads is None else num_heads
+        gaussian = partial(torch.randn, generator=generator, dtype=torch.float64, device="cpu")
+        rows = gaussian((heads, num_rows, head_dim))
         if draw == "orthogonal":
-            rows = _norms(rows) * _haar_blocks(heads, num_rows, head_dim, generator)
+            # Unit rows: each block of D rows is an orthogonal matrix of its own Haar draw, the last one cut.
+            q, r = torch.linalg.qr(gaussian((heads, -(-num_rows // head_dim), head_dim, head_dim)))
+            # QR fixes the signs of R's diagonal by convention; without this factor Q is not uniform, the kernel biased.
+            q = q * torch.sign(torch.diagonal(r, dim1=-2, dim2=-1)).unsqueeze(-2)
+            rows = rows.norm(dim=-1, keepdim=True) * q.flatten(1, 2)[:, :num_rows]
         if lengths == "fixed":
-            rows = rows / _norms(rows) * math.sqrt(head_dim)
+            rows = rows / rows.norm(dim=-1, keepdim=True) * math.sqrt(head_dim)
         # Rows after rows, as files hold them: another layout in memory may round products differently.
         return (rows.squeeze(0) if num_heads is None else rows).contiguous()
 
 
-def _haar_blocks(heads: int, num_rows: int, head_dim: int, generator: torch.Generator) -> Tensor:
-    """Unit rows (heads, m, D): each block of D rows is an orthogonal matrix of its own Haar draw, the last one cut."""
-    num_blocks = -(-num_rows // head_dim)
-    q, r = torch.linalg.qr(_gaussian((heads, num_blocks, head_dim, head_dim), generator))
-    # QR fixes the signs of R's diagonal by convention; without this factor Q is not uniform and the kernel is biased.
-    q = q * torch.sign(torch.diagonal(r, dim1=-2, dim2=-1)).unsqueeze(-2)
-    return torch.flatten(q, 1, 2)[:, :num_rows]
-
-
-def _norms(rows: Tensor) -> Tensor:
-    """Lengths of rows, (..., m, 1)."""
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    return norms
-
-
-def _gaussian(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Standard normal numbers in float64 on the CPU, whatever the default device and dtype."""
-    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+def check_not_redrawn(feature_map: FeatureMap) -> None:
+    """Refuse a call that a backward pass repeats, as checkpoints do, for a forward pass that had another draw."""
+    if torch.compiler.is_compiling() or not _REDRAWN:
+        return
+    node: Any = torch._C._current_autograd_node()  # None outside of one
+    for part in feature_map.modules():
+        thread, number = _REDRAWN.get(part, (0, 0))
+        if node is None and thread != get_ident():
+            _REDRAWN.pop(part, None)  # Each thread counts its own nodes.
+        elif node is not None and node._sequence_nr() < number:
+            raise RuntimeError(
+                f"{part} was drawn again since the forward pass; redraw or fit after backward(), not before"
+            )
 
 
 class RandomFeatureMap(UncastBuffers, FeatureMap):
@@ -155,6 +159,9 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
             self.projection.copy_(self._draw())
             self.seed.fill_(self._seed)
         self._prepare()
+        # Within a forward pass that is repeated it is a part of that, whose own node may be the last there is.
+        is_repeated, is_within = torch._C._current_autograd_node() is not None, not torch.is_grad_enabled()
+        _REDRAWN[self] = get_ident(), 0 if is_repeated else torch._C._autograd._get_sequence_nr() - is_within
         return self
 
     @abstractmethod
@@ -196,7 +203,7 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
         """Refuse a mean of draws, which its seed gives away; what else is written to W alone is its writer's."""
         if not has_number(self.seed) or int(self.seed) == self._seed:
             return
-        blocks = (self.projection / _norms(self.projection)).split(self.head_dim, -2)
+        blocks = (self.projection / self.projection.norm(dim=-1, keepdim=True)).split(self.head_dim, -2)
         slants = [float((block @ block.mT).triu(1).abs().max()) for block in blocks if self.draw == "orthogonal"]
         # The variance of Gaussian numbers, within six standard deviations.
         least = 1 - 6 * math.sqrt(2 / self.projection.numel())

@@ -16,8 +16,7 @@ class RedrawSchedule:
 
     A draw is a function of numbers alone, so that every rank has the same one, whatever else it draws, and a run that
     goes on from a checkpoint has those of an uncut run. Call `step` once after each step of the optimiser. States and
-    graphs do not outlive a redraw: attention refuses them, save where `torch.utils.checkpoint` computes it again with
-    use_reentrant=True or without a gradient of its own. Cost of a redraw: O(R·D²) per map.
+    graphs do not outlive a redraw: attention refuses them, those of checkpoints too. Cost of a redraw: O(R·D²) per map.
 
     Attributes:
         num_steps: how many steps there were.
