@@ -265,6 +265,8 @@ def test_wrong_calls_are_refused(build) -> None:
         layer(x, key_mask=torch.ones(2, 3))
     with pytest.raises(ValueError, match=r"key_mask must be \(B, Lk\) = \(2, 4\), got \(2, 3\)"):
         layer(x, tokens(2, 4), key_mask=torch.ones(2, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="key_mask is on meta, the keys on cpu; move it with"):
+        layer(x, key_mask=torch.ones(2, 3, dtype=torch.bool, device="meta"))
     with pytest.raises(ValueError, match="a stream needs a causal layer"):
         layer.forward_with_state(x)
     for options in ({"is_causal": True}, {"positions": Rotary(4)}, {"gate": FixedDecay.alibi(2), "is_causal": True}):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from layers import LAYERS, hybrid, text, tokens
-from linattn.nn import Block, RedrawSchedule
+from linattn.nn import Block, LinearLM, RedrawSchedule
 from split_models import gradients_of_replicas
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -48,27 +50,36 @@ def test_a_step_of_a_stream_compiles_whole(kind: str, length: int) -> None:
     assert torch.equal(found.state.num_tokens, expected.state.num_tokens)
 
 
-def test_recomputed_activations_change_no_gradient() -> None:
+def streamed(model: LinearLM, words: torch.Tensor, key_mask: torch.Tensor) -> torch.Tensor:
+    """Logits of a text in two parts."""
+    first = model.forward_with_state(words[:, :4], key_mask=key_mask[:, :4])
+    rest = model.forward_with_state(words[:, 4:], first.state, key_mask=key_mask[:, 4:])
+    return torch.cat((first.logits, rest.logits), 1)
+
+
+def saved(run: Callable[[], object]) -> int:
+    """Numbers that are kept for the backward pass."""
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: sizes.append(y.numel()) or y, lambda y: y):
+        run()
+    return sum(sizes)
+
+
+@pytest.mark.parametrize("call", [LinearLM.forward, streamed], ids=["entire", "in parts"])
+def test_recomputed_activations_change_no_gradient(call: Callable[..., torch.Tensor]) -> None:
     model, words = hybrid(), text(2, 9)
     mask = torch.arange(9) >= torch.tensor([[0], [2]])
-    stored = model(words, key_mask=mask)[mask]
+    stored, size = call(model, words, key_mask=mask)[mask], saved(lambda: call(model, words, key_mask=mask))
     model.gradient_checkpointing = True
-    recomputed = model(words, key_mask=mask)[mask]
+    recomputed = call(model, words, key_mask=mask)[mask]
     torch.testing.assert_close(recomputed, stored, rtol=0, atol=0)
     for one, other in zip(gradients(model, stored.sum()), gradients(model, recomputed.sum()), strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
+    assert saved(lambda: call(model, words, key_mask=mask)) < size / 2
 
 
 def test_checkpointing_a_block_stores_less() -> None:
-    """Counted: tensors saved for the backward pass."""
     block, x = Block(LAYERS["random"](is_causal=True)), tokens(1, 64).requires_grad_()
-
-    def saved(run) -> int:
-        sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda y: sizes.append(y.numel()) or y, lambda y: y):
-            run()
-        return sum(sizes)
-
     assert saved(lambda: checkpoint(block, x, use_reentrant=False)) < saved(lambda: block(x)) / 4
 
 

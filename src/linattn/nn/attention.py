@@ -227,8 +227,7 @@ class Attention(nn.Module, ABC):
                     f"x and memory must share the batch size, got {x.shape[0]} and {memory.shape[0]}; expand one"
                 )
         if key_mask is not None:
-            batch, length, _ = (x if memory is None else memory).shape
-            check_mask(key_mask, (batch, length))
+            check_mask(key_mask, x if memory is None else memory)
 
     def extra_repr(self) -> str:
         """The sizes, and what is not seen in the modules."""

@@ -1,7 +1,7 @@
 """Blocks, and the language model that is a list of them; letters as in nn/__init__.py."""
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -167,10 +167,7 @@ class LinearLM(nn.Module):
         for block in self.blocks:
             if inputs is not None:
                 inputs.append(x)
-            if self.gradient_checkpointing and self.training:
-                x = checkpoint(block, x, key_mask=key_mask, use_reentrant=False)
-            else:
-                x = block(x, key_mask=key_mask)
+            x = self._run(block, x, key_mask=key_mask)
         return x
 
     def vectors_with_state(
@@ -188,9 +185,15 @@ class LinearLM(nn.Module):
         for place, block in enumerate(self.blocks):
             if inputs is not None:
                 inputs.append(x)
-            x, after = block.forward_with_state(x, None if state is None else state[place], key_mask=key_mask)
+            x, after = self._run(block.forward_with_state, x, state[place] if state else None, key_mask=key_mask)
             streams.append(after)
         return x, tuple(streams)
+
+    def _run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """A block's result, of which the backward pass computes again what is inside where that is asked for."""
+        if self.gradient_checkpointing and self.training:
+            return checkpoint(function, *arguments, use_reentrant=False, **options)
+        return function(*arguments, **options)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits of the last block's outputs, (B, L, E) -> (B, L, V)."""

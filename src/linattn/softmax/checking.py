@@ -112,7 +112,7 @@ def _as_bias(key_mask: Tensor | None, key_bias: Tensor | None, key: Tensor) -> T
     """Mask and bias as one, in the accumulation dtype."""
     batch, heads, length = key.shape[:3]
     if key_mask is not None:
-        check_mask(key_mask, (batch, length))
+        check_mask(key_mask, key)
     if key_bias is not None:
         wanted = "a floating tensor, the logarithm of a factor on each key's weight"
         check_dtype("key_bias", key_bias, DTYPES, wanted, "a bool mask goes into key_mask")
@@ -121,9 +121,8 @@ def _as_bias(key_mask: Tensor | None, key_bias: Tensor | None, key: Tensor) -> T
                 f"key_bias must be (B, Hkv or 1, Lk) = {(batch, heads, length)} or {(batch, 1, length)}, got "
                 f"{tuple(key_bias.shape)}; expand it along the batch, or unsqueeze(1) for all heads"
             )
-    for name, x in (("key_mask", key_mask), ("key_bias", key_bias)):
-        if x is not None and x.device != key.device:
-            raise ValueError(f"{name} is on {x.device}, the keys on {key.device}; move it with .to()")
+        if key_bias.device != key.device:
+            raise ValueError(f"key_bias is on {key_bias.device}, the keys on {key.device}; move it with .to()")
     dtype = accumulation_dtype(key.dtype)
     bias = None if key_bias is None else key_bias.to(dtype)
     if key_mask is None:
@@ -132,14 +131,16 @@ def _as_bias(key_mask: Tensor | None, key_bias: Tensor | None, key: Tensor) -> T
     return torch.where(key_mask.unsqueeze(1), bias, -torch.inf)
 
 
-def check_mask(key_mask: object, shape: tuple[int, int]) -> None:
-    """Refuse what is no mask of keys (B, Lk)."""
+def check_mask(key_mask: Tensor, keys: Tensor) -> None:
+    """Refuse what is no mask (B, Lk) of keys (B, …, Lk, width)."""
     check_bool(key_mask)
-    if isinstance(key_mask, Tensor) and tuple(key_mask.shape) != shape:
+    if tuple(key_mask.shape) != (shape := (keys.shape[0], keys.shape[-2])):
         raise ValueError(
             f"key_mask must be (B, Lk) = {shape}, got {tuple(key_mask.shape)}; it masks keys, for all queries: give "
             "mask[:, 0, 0] of a (B, 1, 1, Lk) mask, and is_causal=True in place of a causal one"
         )
+    if key_mask.device != keys.device:
+        raise ValueError(f"key_mask is on {key_mask.device}, the keys on {keys.device}; move it with .to()")
 
 
 def check_bool(key_mask: object) -> None:
