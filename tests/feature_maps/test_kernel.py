@@ -236,3 +236,17 @@ def test_relu_kernel_of_tiny_and_of_zero_vectors() -> None:
     q, k = torch.tensor([[2.0, 0.0]], dtype=torch.float64), torch.tensor([[0.0, 3.0]], dtype=torch.float64)
     assert feature_map.kernel(q * 1e-30, k).item() == pytest.approx(3 / math.pi * 1e-30, rel=1e-13)
     assert RandomRelu(2, 4, floor=0.5).kernel(q * 0, k * 0).item() == 0.25
+
+
+def test_a_kernel_seen_first_under_inference_mode_has_gradients_later() -> None:
+    """A width that no other test asks for: what integrals are made with is kept for the process."""
+    feature_map, q = Trigonometric(37, 2, lengths="fixed"), torch.linspace(-1, 1, 74).double().view(2, 37)
+    with torch.inference_mode():
+        wanted = feature_map.kernel(q, q)
+    leaf = q.clone().requires_grad_()
+    found = feature_map.kernel(leaf, q)
+    assert torch.equal(found, wanted)
+    step = 1e-6
+    slope = (feature_map.kernel(q * (1 + step), q) - feature_map.kernel(q * (1 - step), q)) / (2 * step)
+    (gradient,) = torch.autograd.grad(found.sum(), leaf)
+    assert (gradient * q).sum().item() == pytest.approx(slope.sum().item(), rel=1e-6)

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 import linattn
 from grid import CAUSAL_MAPS, MAPS, build, qkv, sums, tokens, total
 from linattn import MergedKV, nn, positions
+from linattn.feature_maps import FavorPlus
 from merged_rows import MergedLayer
 
 COUNT, LENGTH = 2, 13
@@ -195,3 +196,48 @@ def test_layers_are_mapped_whose_parameters_require_gradients(name: str) -> None
     grads = (torch.autograd.grad(out.square().sum(), parameters) for out in (found, wanted))
     for y, z in zip(*grads, strict=True):
         torch.testing.assert_close(y, z, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["FavorPlus", "Taylor", "Centred-call-Taylor"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+def test_relative_biases_are_mapped_and_differentiated(name: str, is_causal: bool) -> None:
+    if is_causal and name not in CAUSAL_MAPS:
+        return
+    feature_map = build(name).requires_grad_(False)
+    *given, mask, _ = stacks()
+    tables = tokens(COUNT, 2, LENGTH if is_causal else 2 * LENGTH - 1, seed=3) / 4
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor, bias: Tensor) -> Tensor:
+        options = {"key_mask": key_mask, "is_causal": is_causal, "enable_gqa": True}
+        return positions.relative_bias_attention(query, key, value, feature_map, bias, **options)
+
+    arguments = [*given, mask, tables]
+    for subset in ALONE:
+        dims = tuple(0 if place in subset else None for place in range(5))
+        chosen = [x if place in subset else x[0] for place, x in enumerate(arguments)]
+        found, wanted = torch.vmap(attend, in_dims=dims)(*chosen), looped(attend, dims, chosen)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    floating = (0, 1, 2, 4)
+    leaves = [x[0].clone().requires_grad_() if place in floating else x[0] for place, x in enumerate(arguments)]
+    by_autograd = torch.autograd.grad(attend(*leaves).square().sum(), [leaves[place] for place in floating])
+    by_func = torch.func.grad(lambda *x: attend(*x).square().sum(), argnums=floating)(*(x[0] for x in arguments))
+    for x, y in zip(by_func, by_autograd, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+
+
+def test_places_of_tokens_and_rows_are_mapped() -> None:
+    """Those of a learned code, which a mask counts, and those of the rows that are looked at."""
+    codes = positions.LearnedCodes(8, 2, max_length=LENGTH)
+    layer = nn.LinearAttention(16, 2, FavorPlus(10, 8), is_causal=True, positions=codes).double()
+    x, mask = tokens(COUNT, 2, LENGTH, 16), stacks()[3]
+    found = torch.vmap(lambda each, key_mask: layer(each, key_mask=key_mask))(x, mask)
+    wanted = torch.stack([layer(each, key_mask=key_mask) for each, key_mask in zip(x, mask, strict=True)])
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+    query, key = (each[0] for each in stacks()[:2])
+
+    def rows(index: Tensor) -> Tensor:
+        return linattn.attention_rows(query, key, build("FavorPlus"), index, is_causal=True, enable_gqa=True)
+
+    index = torch.tensor([[3, -1], [0, -LENGTH]])
+    mapped = torch.vmap(rows)(index)
+    torch.testing.assert_close(mapped, torch.stack([rows(each) for each in index]), rtol=1e-11, atol=1e-11)

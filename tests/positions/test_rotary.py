@@ -50,3 +50,21 @@ def test_rows_have_positions_of_their_own() -> None:
     for i in (0, 1):
         alone = rotary(q[i : i + 1], k[i : i + 1], at[i])
         assert all(torch.equal(x[i : i + 1], y) for x, y in zip(both, alone, strict=True))
+
+
+@pytest.mark.parametrize("widths", [(2, 4), (4, 2), (4, 6)])
+def test_queries_and_keys_of_two_widths_are_refused(widths: tuple[int, int]) -> None:
+    """Those of one plane would be turned as one number broadcasts."""
+    q, k = (tokens(1, 2, 3, width) for width in widths)
+    with pytest.raises(ValueError, match=rf"key must be \(B, H, L, D={widths[0]}\), got \(1, 2, 3, {widths[1]}\)"):
+        rotary(q, k, torch.arange(3))
+
+
+def test_positions_are_differentiated_if_rates_were_made_under_inference_mode() -> None:
+    with torch.inference_mode():
+        made = Rotary(8)
+    q, gradients = tokens(1, 2, 3, 8), []
+    for encoding in (made, Rotary(8)):
+        at = torch.arange(3.0, requires_grad=True)
+        gradients.append(torch.autograd.grad(encoding(q, q, at)[0].sum(), at)[0])
+    assert torch.equal(*gradients)

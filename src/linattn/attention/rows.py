@@ -13,7 +13,7 @@ from linattn.softmax.attention import causal_mask, inert
 from linattn.softmax.checking import check_indices
 from linattn.softmax.partial import exponentials
 from linattn.softmax.precision import accumulation_dtype, are_large, enlarged, lift, rescaled, small_power
-from linattn.softmax.tracing import is_fake
+from linattn.softmax.tracing import has_values
 
 # Exponents held at once when rows are formed one weight at a time.
 _BUDGET = 2**24
@@ -56,8 +56,8 @@ def attention_rows(
     """
     query, key, _, bias = checked_for(feature_map, (query, key, key), key_mask, key_bias, enable_gqa=enable_gqa)
     length = query.shape[2]
-    rows = check_indices(query_index, name="query_index") % max(length, 1)
-    if query_index.numel() and (torch.compiler.is_compiling() or not is_fake(query_index)):
+    rows = check_indices(query_index, name="query_index")
+    if query_index.numel() and (torch.compiler.is_compiling() or has_values(query_index)):
         low, high = int(query_index.min()), int(query_index.max())
         if not -length <= low <= high < length:
             raise ValueError(f"query_index must lie in [{-length}, {length}), got {low} to {high}")

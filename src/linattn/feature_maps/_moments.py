@@ -123,8 +123,8 @@ def damped_1f1(a: float, b: float, z: Tensor) -> Tensor:
 
 def sphere_cosine(head_dim: int, square: Tensor) -> Tensor:
     """0F1(;D/2;-square/4): the mean of cos(√square·u), u one coordinate of a uniform unit vector; absolute 1e-13."""
-    frequency = square.double().sqrt()
-    finite = frequency[frequency.isfinite()]
+    frequency = (square.double() + 1e-40).sqrt()  # The root has no derivative at 0.
+    finite = frequency.detach()[frequency.isfinite()]
     largest = float(finite.max()) if finite.numel() else 0.0
     if largest > _LARGEST_FREQUENCY:
         raise ValueError(
@@ -133,7 +133,7 @@ def sphere_cosine(head_dim: int, square: Tensor) -> Tensor:
         )
     # Exact for polynomials up to twice the number of nodes; cos needs about frequency/2. Powers of two, to cache.
     nodes, weights = _gegenbauer(head_dim, 2 ** math.ceil(math.log2(64 + largest)))
-    nodes, weights = nodes.to(frequency.device), weights.to(frequency.device)
+    nodes, weights = (x.to(frequency.device, copy=True) for x in (nodes, weights))  # made in any mode
     # One node at a time: the outer product of all entries and all nodes may not fit.
     total = torch.zeros_like(frequency)
     for node, weight in zip(nodes, weights, strict=True):

@@ -11,7 +11,7 @@ from linattn.feature_maps import FeatureMap
 from linattn.feature_maps.arguments import check_count, check_number, check_seed
 from linattn.softmax.checking import check_dense
 from linattn.softmax.precision import accumulation_dtype
-from linattn.softmax.tracing import is_fake, is_traced
+from linattn.softmax.tracing import has_values, is_fake, outside_inference
 
 # A map's own kernel is a float64 oracle: rotating both sides moves it by roundings, or by far more.
 _ROUNDING = 1e-8
@@ -109,13 +109,12 @@ def token_positions(key_mask: Tensor, start: Tensor | int = 0) -> tuple[Tensor, 
     return first.unsqueeze(1) + seen - key_mask.long(), first + key_mask.sum(1)
 
 
-def checked_positions(query: Tensor, key: Tensor, positions: Tensor, head_dim: int | None) -> Tensor:
+def checked_positions(query: Tensor, key: Tensor, positions: Tensor, head_dim: int) -> Tensor:
     """Positions of the keys as (B or 1, 1, Lk), float64; what does not fit is refused."""
     check_dense(query=query, key=key, positions=positions)
     for name, x in (("query", query), ("key", key)):
-        if x.ndim != 4 or (head_dim is not None and x.shape[-1] != head_dim):
-            width = "D" if head_dim is None else f"D={head_dim}"
-            raise ValueError(f"{name} must be (B, H, L, {width}), got {tuple(x.shape)}")
+        if x.ndim != 4 or x.shape[-1] != head_dim:
+            raise ValueError(f"{name} must be (B, H, L, D={head_dim}), got {tuple(x.shape)}")
     if query.shape[2] > key.shape[2]:
         raise ValueError(
             f"positions are those of the keys, and of as many queries at their end, got {query.shape[2]} queries and "
@@ -161,7 +160,7 @@ def rotary(query: Tensor, key: Tensor, positions: Tensor, *, base: float = 10_00
 
     Source: Su et al. 2021 (arXiv 2104.09864), section 3.2; the layout of transformers' `apply_rotary_pos_emb`.
     """
-    at = checked_positions(query, key, positions, None)
+    at = checked_positions(query, key, positions, query.shape[-1])
     rates = _rates(query.shape[-1], base).to(query.device)
     return _rotated(query, at[..., at.shape[-1] - query.shape[2] :], rates), _rotated(key, at, rates)
 
@@ -235,7 +234,7 @@ def _rates(head_dim: int, base: float) -> Tensor:
     if check_count("head_dim", head_dim, at_least=2) % 2:
         raise ValueError(f"rotary positions turn pairs of coordinates, got an odd head_dim={head_dim}")
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
-    return check_number("base", base, positive=True) ** -exponents
+    return outside_inference(check_number("base", base, positive=True) ** -exponents, even_within=True)
 
 
 def _rotated(x: Tensor, at: Tensor, rates: Tensor) -> Tensor:
@@ -315,7 +314,7 @@ class LearnedCodes(ConcatenatedCodes):
     Absolute: nothing ties p_i·p_j to i - j. Cost O(L·P) and a map P wider; memory max_length·P numbers.
 
     Attributes:
-        codes: the parameter, (max_length, P), float32, drawn from N(0, amplitude²) by a generator of its own.
+        codes: the parameter, (max_length, P), in torch's default dtype, from N(0, amplitude²) by its own generator.
 
     Args:
         head_dim: D.
@@ -350,8 +349,8 @@ class LearnedCodes(ConcatenatedCodes):
         return self.codes[at.long()]
 
     def check_positions(self, at: Tensor) -> None:
-        """Refuse positions beyond the table; a traced call cannot look at them."""
-        if is_traced(at) or at.is_meta or not at.numel():
+        """Refuse positions beyond the table; a traced or mapped call cannot look at them."""
+        if not has_values(at) or at.is_meta or not at.numel():
             return
         low, high = at.min().item(), at.max().item()
         if low < 0 or high >= self.max_length or not bool((at == at.long()).all()):

@@ -16,7 +16,7 @@ from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.softmax.attention import inert
 from linattn.softmax.checking import DTYPES, check_dtype
 from linattn.softmax.precision import outside_autocast
-from linattn.softmax.tracing import is_traced
+from linattn.softmax.tracing import has_values, is_traced, is_transformed
 
 # Numbers of a chunk's transforms held at once, and tokens whose features are computed together.
 _CHUNK, _BLOCK = 2**20, 1024
@@ -130,7 +130,7 @@ def _lost_rows(den: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Refuse rows whose normaliser is not far above what the transforms round; a graph, which cannot, gets them."""
     tolerance = math.sqrt(torch.finfo(dtype).eps)
     lost = noise > tolerance * den.detach().abs()
-    if is_traced(lost):
+    if not has_values(lost):
         return lost
     if not bool(lost.any()):
         return None
@@ -271,14 +271,14 @@ def convolved(columns: Columns, tokens: Tokens, kernel: Kernel) -> tuple[Tensor,
     for start in range(0, columns.num_features, size):
         part, faint = recomputed(_chunk_sums, columns, tokens.at, value, kernel, slice(start, start + size))
         total = part if total is None else total + part
-        noise += rounding * faint
+        noise = noise + rounding * faint
     assert total is not None
     return total[..., :-1, :].mT, total[..., -1, :], noise
 
 
 def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
     """function(*arguments), of which backward keeps the arguments alone."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or is_transformed():  # torch.func refuses checkpoints.
         return function(*arguments)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 

@@ -48,9 +48,7 @@ def is_fake(*tensors: Tensor | None) -> bool:
 
 def has_values(x: Tensor) -> bool:
     """Whether a tensor's numbers may be looked at: no graph, recording or transform would take them for constants."""
-    if is_traced(x) or is_transformed():
-        return False
-    return torch._C._get_tracing_state() is None
+    return not (is_traced(x) or is_transformed()) and torch._C._get_tracing_state() is None
 
 
 def _has_mode(name: str) -> bool:
