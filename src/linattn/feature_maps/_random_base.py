@@ -159,9 +159,9 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
             self.projection.copy_(self._draw())
             self.seed.fill_(self._seed)
         self._prepare()
-        # Within a forward pass that is repeated it is a part of that, whose own node may be the last there is.
-        is_repeated, is_within = torch._C._current_autograd_node() is not None, not torch.is_grad_enabled()
-        _REDRAWN[self] = get_ident(), 0 if is_repeated else torch._C._autograd._get_sequence_nr() - is_within
+        # One that a backward pass repeats is a part of the forward pass.
+        is_repeated = torch._C._current_autograd_node() is not None
+        _REDRAWN[self] = get_ident(), 0 if is_repeated else torch._C._autograd._get_sequence_nr()
         return self
 
     @abstractmethod
