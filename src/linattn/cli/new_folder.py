@@ -28,7 +28,8 @@ def shared_folder(
     # Before anything of the first process's can fail while the others wait.
     check_same_options(processes, call)
     left = f"The work so far is in {work}; run the same command again to resume."
-    with ending(console, lambda: "" if not processes.is_first else left if work.exists() else "Nothing was kept yet."):
+    # All but the first process have a console that prints nothing.
+    with ending(console, lambda: left if work.exists() else "Nothing was kept yet."):
         if not processes.is_first:
             yield console, None
             return
