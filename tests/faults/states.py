@@ -55,10 +55,39 @@ FAULTS = (
     Fault(
         "select from merged keys that do not belong together",
         MERGED_STATE,
-        "self.check_tensors(sizes.head_dim)\n        indices",
-        "indices",
+        "check_indices(indices, self.checked_sizes().batch)",
+        "check_indices(indices, checked_sizes(self.keys).batch)",
         MERGED_LAWS,
     ),
+    Fault(
+        "detach merged keys that do not belong together",
+        MERGED_STATE,
+        "self.checked_sizes()\n        return MergedState(",
+        "return MergedState(",
+        MERGED_LAWS,
+    ),
+    Fault(
+        "decode merged keys that do not belong together",
+        MERGED_STATE,
+        "self.checked_sizes()\n        with outside",
+        "with outside",
+        MERGED_LAWS,
+    ),
+    Fault(
+        "read coordinates in an order that a file says",
+        MERGED_CHECKS,
+        "if sorted(order) != list(range(len(order))) or",
+        "if",
+        MERGED_LAWS,
+    ),
+    Fault(
+        "read more bits than there are levels of",
+        MERGED_CHECKS,
+        " or max(bits, default=0) > MOST_BITS",
+        "",
+        MERGED_LAWS,
+    ),
+    Fault("read beyond codes by bits that a file says", MERGED_CHECKS, " or sum(bits) != total", "", MERGED_LAWS),
     Fault("read a config from a file unchecked", "kv_cache/config.py", "self.__post_init__()", "pass", MERGED_LAWS),
     Fault(
         "believe a file that its merged keys were looked at",
@@ -210,8 +239,8 @@ FAULTS = (
     Fault(
         "keep a call's tokens by a view of none of them",
         "kv_cache/stream.py",
-        "stream.num_tokens, before.sinks",
-        "stream.num_tokens, keys.sinks",
+        "x.to(like.dtype, copy=True)",
+        "x.to(like.dtype)",
         "tests/kv_cache/test_states.py",
     ),
     Fault(
@@ -266,8 +295,8 @@ FAULTS = (
     Fault(
         "leave sinks in the dtype that a text began in",
         "kv_cache/stream.py",
-        "(*(x.to(like.dtype) for",
-        "(*(x for",
+        "x.to(like.dtype, copy=True)",
+        "x.clone()",
         "tests/kv_cache/test_states.py",
     ),
     Fault(

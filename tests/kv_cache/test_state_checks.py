@@ -92,6 +92,59 @@ def test_tokens_of_another_width_or_fewer_query_heads_are_refused(name: str) -> 
         linattn.merged_attention_with_state(query, key, value, config, state)
 
 
+# Of the numbers of a frame: where coordinates are in a code, and the bits of its blocks.
+VALUES = {
+    "order": {"beyond": lambda x: x + 1_000, "below": lambda x: x - 5, "twice": lambda x: x * 0},
+    "bits": {"more": lambda x: x * 0 + 9, "many": lambda x: x * 0 + 200, "none": lambda x: x * 0},
+}
+USES = {
+    "tokens": lambda state: state.tokens(),
+    "read": lambda state: state.read(tokens(1)[0]),
+    "select": lambda state: state.select(torch.tensor([0])),
+    "detach": lambda state: state.detach(),
+    "to": lambda state: state.to("cpu"),
+    "go on": lambda state: linattn.merged_attention_with_state(*tokens(9), state.config, state),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("config", [CONFIGS["codes"], MergedKV(4, 0, coded=((12, (2.5, 3)),))], ids=lambda x: x.label)
+def test_frames_that_a_file_has_are_those_of_its_codes(config: MergedKV, use: str) -> None:
+    """Every use of a state: other numbers would be read out of bounds, or as other coordinates."""
+    state = begun(config)
+    USES[use](read_again(state))
+    leaves, tree = pytree.tree_flatten(state)
+    frames = {torch.int16: "order", torch.uint8: "bits"}
+    places = [number for number, x in enumerate(leaves) if x.ndim == 3 and x.dtype in frames]
+    assert len(places) == 4
+    for number in places:
+        field = frames[leaves[number].dtype]
+        for change in VALUES[field].values():
+            wrong = pytree.tree_unflatten([*leaves[:number], change(leaves[number]), *leaves[number + 1 :]], tree)
+            with pytest.raises(ValueError, match=r"the state's \S+\.frames\.\w+ must have .* rebuild it from the"):
+                USES[use](read_again(wrong))
+
+
+def test_a_block_has_no_more_bits_than_there_are_levels_of() -> None:
+    """Also where those of all blocks are as many as the codes have."""
+    given = [torch.randn(1, 1, 60, 64, generator=torch.Generator().manual_seed(number)) for number in range(3)]
+    state = linattn.merged_attention_with_state(*given, MergedKV(4, 30, bits=8)).state
+    leaves, tree = pytree.tree_flatten(state)
+    (number, *_) = [number for number, x in enumerate(leaves) if x.shape == (1, 1, 2) and x.dtype == torch.uint8]
+    leaves[number] = torch.tensor([[[9, 7]]], dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"at most 8 bits a block, 16 in all, got \[.*\] and \[9, 7\]; pass a state"):
+        pytree.tree_unflatten(leaves, tree).tokens()
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_damaged_state_is_refused_by_every_use(use: str) -> None:
+    state = begun(CONFIGS["codes"])
+    for field in ("merged", "recent", "sample"):
+        wrong = dataclasses.replace(state, keys=dataclasses.replace(state.keys, **{field: None}))
+        with pytest.raises(TypeError, match=rf"the state's {field} must be .*, got NoneType; pass a state"):
+            USES[use](wrong)
+
+
 def test_more_merged_keys_than_the_config_keeps_are_refused() -> None:
     config = CONFIGS["numbers"]
     state = begun(config)
@@ -114,9 +167,15 @@ def test_a_config_that_is_read_from_a_file_is_checked(wrong: dict[str, object]) 
         read_again(state)
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_selection_heals_no_state(name: str) -> None:
-    leaves, tree = pytree.tree_flatten(begun(CONFIGS[name]))
+def test_a_selection_heals_no_state(name: str, is_padded: bool) -> None:
+    given, mask = [torch.cat((x, x)) for x in tokens()], torch.ones(2, 30, dtype=torch.bool)
+    # Rows that begin at different tokens are kept in groups.
+    mask[1, :3] = not is_padded
+    state = linattn.merged_attention_with_state(*given, CONFIGS[name], key_mask=mask).state
+    assert len(state.groups) == 1 + is_padded
+    leaves, tree = pytree.tree_flatten(state)
     for number, leaf in enumerate(leaves):
         wrong = pytree.tree_unflatten([*leaves[:number], torch.cat((leaf, leaf)), *leaves[number + 1 :]], tree)
         with pytest.raises(ValueError, match=r"the state's \S+ must be"):

@@ -15,8 +15,7 @@ from linattn.attention.bound_map import named_tensors
 from linattn.attention.window import WindowKeys, check_width
 from linattn.feature_maps import FeatureMap
 from linattn.softmax.checking import TOKEN_DTYPES, Qkv, check_kind, check_tensor, check_tokens, checked, refuse
-from linattn.softmax.precision import accumulation_dtype
-from linattn.softmax.row_groups import RowGroups, check_groups
+from linattn.softmax.row_groups import RowGroups, check_groups, check_next_tokens
 
 if TYPE_CHECKING:
     from linattn.attention.state import State
@@ -95,19 +94,8 @@ def check_continues(state: State, key: Tensor, value: Tensor, feature_map: Featu
     S = state.S
     if not isinstance(S, Tensor) or S.ndim != 4:
         check_tensors(state)
-    wanted, got = (*S.shape[:2], S.shape[3]), (*key.shape[:2], value.shape[-1])
-    if wanted != got:
-        raise ValueError(
-            f"the state holds (batch, key/value heads, value width) = {wanted}, got keys and values of {got}; "
-            "begin a new state, or select its rows"
-        )
-    if S.dtype != accumulation_dtype(key.dtype):
-        raise ValueError(
-            f"the state is kept in {S.dtype}, tokens of {key.dtype} need "
-            f"{accumulation_dtype(key.dtype)}; build it with State.empty(…, dtype={key.dtype})"
-        )
-    if S.device != key.device:
-        raise ValueError(f"the state is on {S.device}, the keys on {key.device}; move it with state.to(…)")
+    remedy = f"build it with State.empty(…, dtype={key.dtype})"
+    check_next_tokens((*S.shape[:2], S.shape[3]), S.dtype, S.device, key, value, remedy)
     first = _first(state.window)
     held = None if first is None else getattr(first, "width", first)
     if held != window:

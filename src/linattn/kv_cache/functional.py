@@ -279,7 +279,7 @@ def _begun(
     if not isinstance(state, MergedState):
         raise TypeError(f"state must be a linattn.MergedState or None, got {type(state).__name__}")
     check_continues(state.keys, grouped.key, grouped.value, config)
-    state.check_tensors(grouped.key.shape[-1], grouped.query.shape[2])
+    state.checked_sizes(grouped.key.shape[-1], grouped.query.shape[2])
     is_free = all(x is outside_inference(x) for x in [group.recent.key for group in state.groups])
     return grouped, state.keys if is_free else state.keys.each(outside_inference)
 

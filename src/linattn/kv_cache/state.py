@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.keys import MergedKeys
-from linattn.kv_cache.state_checks import check_tensors, checked_sizes
+from linattn.kv_cache.state_checks import Sizes, check_tensors, checked_sizes
 from linattn.softmax.checking import DTYPES, check_dense, check_dtype, check_indices, check_soft_cap
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import outside_autocast
@@ -64,6 +64,7 @@ class MergedState(Restored):
 
     def tokens(self) -> Tokens:
         """All of them, dequantized: keys, values and biases (B, H, n, ·), -inf for free places."""
+        self.checked_sizes()
         with outside_autocast(self.groups[0].recent.key.device):
             return self.keys.tokens()
 
@@ -85,8 +86,7 @@ class MergedState(Restored):
             raise TypeError(f"query must be a tensor, got {type(query).__name__}")
         check_dense(query=query)
         check_dtype("query", query, DTYPES, "a floating tensor", "convert it with .float()")
-        sizes = checked_sizes(self.keys)
-        self.check_tensors(sizes.head_dim)
+        sizes = self.checked_sizes()
         fits = query.ndim == 4 and query.shape[0] == sizes.batch and query.shape[-1] == sizes.head_dim
         if not fits or not sizes.heads or query.shape[1] % sizes.heads or query.device != sizes.device:
             raise ValueError(
@@ -101,9 +101,7 @@ class MergedState(Restored):
 
     def select(self, indices: Tensor) -> MergedState:
         """The rows `indices` (1-D integer tensor) of the batch, in that order, copied: beams, forks, compaction."""
-        sizes = checked_sizes(self.keys)
-        self.check_tensors(sizes.head_dim)
-        indices = check_indices(indices, sizes.batch)
+        indices = check_indices(indices, self.checked_sizes().batch)
         if isinstance(self.keys, RowGroups):
             return MergedState(self.keys.select(indices)).known_to_fit(self._fits)
         return self._each(lambda x: x.index_select(0, indices))
@@ -122,11 +120,14 @@ class MergedState(Restored):
             raise TypeError(f"MergedState.to takes a device, got {device!r}; dtypes are those of the tokens")
         return self._each(lambda x: x.to(device))
 
-    def check_tensors(self, head_dim: int, num_groups: int | None = None) -> None:
-        """Refuse a state whose tensors are not those of its config, a width of keys and so many query heads of each."""
+    def checked_sizes(self, head_dim: int | None = None, num_groups: int | None = None) -> Sizes:
+        """The sizes of its tokens; refuse tensors that are not of its config, a width, and so many query heads."""
+        sizes = checked_sizes(self.keys)
+        head_dim = sizes.head_dim if head_dim is None else head_dim
         fits = self._fits is not None and self._fits[0] == head_dim and num_groups in (None, self._fits[1])
         if torch.compiler.is_compiling() or not fits:
             check_tensors(self.keys, head_dim, num_groups)
+        return sizes
 
     def __repr__(self) -> str:
         """Shapes, dtype, device and the config, on one line."""
@@ -140,6 +141,7 @@ class MergedState(Restored):
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> MergedState:
         """The state with each of its tensors changed alike."""
+        self.checked_sizes()
         return MergedState(self.keys.each(change)).known_to_fit(self._fits)
 
 

@@ -1,5 +1,6 @@
 """Refuse states of unfit shapes, dtypes or devices, all that is compared; letters as in kv_cache/__init__.py."""
 
+import reprlib
 from typing import NamedTuple
 
 import torch
@@ -10,18 +11,14 @@ from linattn.kv_cache.codes import Codes, Layout, coded_bytes
 from linattn.kv_cache.config import MergedKV, TierSize
 from linattn.kv_cache.frames import Frame, Frames
 from linattn.kv_cache.keys import MergedKeys
+from linattn.kv_cache.levels import MOST_BITS
 from linattn.kv_cache.query_sample import QuerySample, sample_size
 from linattn.softmax.checking import TOKEN_DTYPES, check_count, check_kind, check_tensor, check_tokens, refuse
-from linattn.softmax.precision import accumulation_dtype
-from linattn.softmax.row_groups import RowGroups, check_groups
+from linattn.softmax.row_groups import RowGroups, check_groups, check_next_tokens
 from linattn.softmax.tokens import Tokens
+from linattn.softmax.tracing import has_values
 
 _REMEDY = "pass a state as merged_attention_with_state gave it, or rebuild it from the tokens"
-_CODES = (
-    *(f"{side}.{name}" for side in ("key", "value") for name in Codes._fields),
-    *(f"frames.{side}.{name}" for side in Frames._fields for name in Frame._fields),
-    "bias",
-)
 
 
 class Sizes(NamedTuple):
@@ -40,8 +37,6 @@ def checked_sizes(keys: MergedKeys | RowGroups[MergedKeys]) -> Sizes:
     groups = keys.keys if isinstance(keys, RowGroups) else (keys,)
     if not isinstance(groups, tuple) or not groups:
         refuse("keys", groups, "a tuple of MergedKeys", _REMEDY)
-    for group in groups:
-        check_kind(MergedKeys, "keys", group, _REMEDY)
     parts = [_checked_recent(group) for group in groups]
     (_, heads, _, head_dim), value_dim = parts[0].key.shape, parts[0].value.shape[-1]
     batch = sum(len(part.key) for part in parts)
@@ -50,20 +45,9 @@ def checked_sizes(keys: MergedKeys | RowGroups[MergedKeys]) -> Sizes:
 
 def check_continues(keys: MergedKeys | RowGroups[MergedKeys], key: Tensor, value: Tensor, config: MergedKV) -> None:
     """Refuse tokens (B, H, L, ·) that do not continue a stream."""
-    sizes = checked_sizes(keys)
-    wanted, got = (sizes.batch, sizes.heads, sizes.value_dim), (*key.shape[:2], value.shape[-1])
-    if wanted != got:
-        raise ValueError(
-            f"the state holds (batch, key/value heads, value width) = {wanted}, got keys and values of {got}; "
-            "begin a new state, or select its rows"
-        )
-    if sizes.dtype != accumulation_dtype(key.dtype):
-        raise ValueError(
-            f"the state is kept in {sizes.dtype}, tokens of {key.dtype} need {accumulation_dtype(key.dtype)}; convert "
-            "the tokens, or begin a new state"
-        )
-    if sizes.device != key.device:
-        raise ValueError(f"the state is on {sizes.device}, the keys on {key.device}; move it with state.to(…)")
+    batch, heads, _, value_dim, dtype, device = checked_sizes(keys)
+    remedy = "convert the tokens, or begin a new state"
+    check_next_tokens((batch, heads, value_dim), dtype, device, key, value, remedy)
     held = (keys.keys[0] if isinstance(keys, RowGroups) else keys).config
     if held != config:
         raise ValueError(f"the state was built with {held}, got {config}; give the same one")
@@ -79,18 +63,15 @@ def check_tensors(keys: MergedKeys | RowGroups[MergedKeys], head_dim: int, num_g
     if any(group.config != keys.keys[0].config for group in keys.keys):
         raise ValueError(f"the state's keys must be of one config, got {[x.config for x in keys.keys]}; {_REMEDY}")
     for rows, group in zip(keys.rows, keys.keys, strict=True):
-        if len(group.recent.key) != len(rows) or checked_sizes(group)[1:] != sizes[1:]:
-            raise ValueError(
-                f"the state's keys must be those of rows {rows}, in the sizes of all others, got "
-                f"{tuple(checked_sizes(group))}; {_REMEDY}"
-            )
+        got, wanted = checked_sizes(group), sizes._replace(batch=len(rows))
+        if got != wanted:
+            raise ValueError(f"the state's keys of rows {rows} must be {wanted}, as the first, got {got}; {_REMEDY}")
         _check_group(group, head_dim, num_groups)
 
 
 def _check_group(keys: MergedKeys, head_dim: int, num_groups: int | None) -> None:
     """Refuse keys of which any tensor has not the shape, dtype and device that its config and its tokens ask for."""
-    check_kind(MergedKeys, "keys", keys, _REMEDY)
-    config, sample, recent = keys.config, keys.sample, _checked_recent(keys)
+    recent, config, sample = _checked_recent(keys), keys.config, keys.sample
     check_kind(MergedKV, "config", config, _REMEDY)
     check_kind(QuerySample, "sample", sample, _REMEDY)
     (batch, heads), dtype, device = recent.key.shape[:2], recent.bias.dtype, recent.key.device
@@ -120,22 +101,36 @@ def _check_tier(name: str, tier: object, size: TierSize, recent: Tokens, head_di
         return
     number = check_count(f"{name}.bias", tier.bias, size.number, _REMEDY)
     check_kind(Frames, f"{name}.frames", tier.frames, _REMEDY)
-    for side in ("key", "value"):
-        check_kind(Codes, f"{name}.{side}", getattr(tier, side), _REMEDY)
-        check_kind(Frame, f"{name}.frames.{side}", getattr(tier.frames, side), _REMEDY)
-    shapes: list[tuple[int, ...]] = []
-    for width, bits in zip(widths, size.both_bits, strict=True):
-        shapes += [(batch, heads, number, coded_bytes(width, bits) - 2), (batch, heads, number)]
-    for width, layout in zip(widths, map(Layout.of, widths), strict=True):
-        shapes += [*[(batch, heads, 1, width)] * 2, (batch, heads, layout.size), (batch, heads, layout.number)]
-    shapes.append((batch, heads, number))
-    dtypes = [*[torch.uint8, torch.float16] * 2, *[dtype, dtype, torch.int16, torch.uint8] * 2, dtype]
-    for field, x, shape, kind in zip(_CODES, tier.leaves(), shapes, dtypes, strict=True):
-        check_tensor(f"{name}.{field}", x, shape, kind, device, _REMEDY)
+    for side, width, few in zip(Frames._fields, widths, size.both_bits, strict=True):
+        codes, frame, layout = getattr(tier, side), getattr(tier.frames, side), Layout.of(width)
+        of_codes = (number, coded_bytes(width, few) - 2), (number,)
+        of_frame = (1, width), (1, width), (layout.size,), (layout.number,)
+        for record, part, kind, shapes, dtypes in (
+            (Codes, side, codes, of_codes, (torch.uint8, torch.float16)),
+            (Frame, f"frames.{side}", frame, of_frame, (dtype, dtype, torch.int16, torch.uint8)),
+        ):
+            check_kind(record, f"{name}.{part}", kind, _REMEDY)
+            for field, x, shape, wanted in zip(record._fields, kind, shapes, dtypes, strict=True):
+                check_tensor(f"{name}.{part}.{field}", x, (batch, heads, *shape), wanted, device, _REMEDY)
+        _check_frame(f"{name}.frames.{side}", frame, layout.spent(few))
+    check_tensor(f"{name}.bias", tier.bias, (batch, heads, number), dtype, device, _REMEDY)
+
+
+def _check_frame(name: str, frame: Frame, total: int) -> None:
+    """Refuse orders that are none, which would be read out of bounds, and bits that are not those of the codes."""
+    if frame.order.is_meta or not has_values(frame.order):
+        return
+    for order, bits in zip(*(x.flatten(0, 1).tolist() for x in (frame.order, frame.bits)), strict=True):
+        if sorted(order) != list(range(len(order))) or max(bits, default=0) > MOST_BITS or sum(bits) != total:
+            raise ValueError(
+                f"the state's {name} must have for every head each number below {len(order)} once as order, and at "
+                f"most {MOST_BITS} bits a block, {total} in all, got {reprlib.repr(order)} and {bits}; {_REMEDY}"
+            )
 
 
 def _checked_recent(keys: MergedKeys) -> Tokens:
     """The latest tokens, refused where they are not tensors that others could be compared with."""
+    check_kind(MergedKeys, "keys", keys, _REMEDY)
     recent = keys.recent
     check_kind(Tokens, "recent", recent, _REMEDY)
     for name, x, rank in zip(Tokens._fields, recent, (4, 4, 3), strict=True):

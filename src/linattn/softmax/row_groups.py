@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from linattn.softmax.precision import accumulation_dtype
 from linattn.softmax.tokens import Tokens, register
 from linattn.softmax.tracing import has_values
 
@@ -56,8 +57,11 @@ class RowGroups(Generic[K]):
         """All keys by row; where a group has fewer there are free places, of bias -inf."""
         parts = [keys.tokens() for keys in self.keys]
         most = max(part.bias.shape[2] for part in parts)
-        filled = [_filled(part, most - part.bias.shape[2]) for part in parts]
-        return Tokens(*(in_order(self.rows, x) for x in zip(*filled, strict=True)))
+        for place, (key, value, bias) in enumerate(parts):
+            rest = most - bias.shape[2]
+            key, value = (pad(x, (0, 0, 0, rest)) for x in (key, value))
+            parts[place] = Tokens(key, value, pad(bias, (0, rest), value=-torch.inf))
+        return Tokens(*(in_order(self.rows, x) for x in zip(*parts, strict=True)))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> RowGroups[K]:
         """Apply a change to every tensor."""
@@ -117,10 +121,20 @@ def check_groups(groups: RowGroups[Any], batch: int, remedy: str) -> None:
         )
 
 
-def _filled(tokens: Tokens, number: int) -> Tokens:
-    """Tokens, and so many free places."""
-    key, value = (pad(x, (0, 0, 0, number)) for x in tokens[:2])
-    return Tokens(key, value, pad(tokens.bias, (0, number), value=-torch.inf))
+def check_next_tokens(
+    held: tuple[int, ...], dtype: torch.dtype, device: torch.device, key: Tensor, value: Tensor, remedy: str
+) -> None:
+    """Refuse tokens that a state does not go on with: of other sizes (B, H, Dv), dtype (with a remedy) or device."""
+    got, wanted = (*key.shape[:2], value.shape[-1]), accumulation_dtype(key.dtype)
+    if held != got:
+        raise ValueError(
+            f"the state holds (batch, key/value heads, value width) = {held}, got keys and values of {got}; "
+            "begin a new state, or select its rows"
+        )
+    if dtype != wanted:
+        raise ValueError(f"the state is kept in {dtype}, tokens of {key.dtype} need {wanted}; {remedy}")
+    if device != key.device:
+        raise ValueError(f"the state is on {device}, the keys on {key.device}; move it with state.to(…)")
 
 
 register(
