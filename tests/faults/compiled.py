@@ -42,8 +42,8 @@ FAULTS = (
     Fault(
         "leave codes to plain torch",
         CAUSAL,
-        "merged, in_compiled_code=in_compiled_code",
-        "merged, in_compiled_code=False",
+        "Tier(held, None, in_compiled_code)",
+        "Tier(held, None, False)",
         CODED_LAWS,
     ),
     Fault("sum in another order than compiled code", CODING, "dtype=worth.dtype", "dtype=product.dtype", CODING_LAWS),

@@ -7,6 +7,7 @@ from faults.fault import Fault
 CODES, FRAMES, LEVELS = "kv_cache/codes.py", "kv_cache/frames.py", "kv_cache/levels.py"
 MEMORY, TIER = "kv_cache/memory.py", "kv_cache/memory.py"
 STREAMS, LAWS, TIERS = (f"tests/kv_cache/test_{name}.py" for name in ("codes", "levels", "tiers"))
+MOVING = "tests/kv_cache/test_moving_texts.py"
 
 FAULTS = (
     Fault("stop before levels are fixed", LEVELS, "_STEPS = 12", "_STEPS = 1", LAWS),
@@ -16,8 +17,8 @@ FAULTS = (
         "scale every row by its root mean square", CODES, "factors[best.argmax(0)]", "factors[0 * best.argmax(0)]", LAWS
     ),
     Fault("weigh errors of all blocks alike", CODES, "4.0 ** bits.to(precise)", "1.0 ** bits.to(precise)", LAWS),
-    Fault("let scales overflow float16", CODES, ".clamp(-_LARGEST, _LARGEST)", "", LAWS),
-    Fault("let scales of cut rows overflow float16", CODES, "_LARGEST = 2.0**14", "_LARGEST = 2.0**15", LAWS),
+    Fault("let scales overflow float16", CODES, ".clamp(-LARGEST, LARGEST)", "", LAWS),
+    Fault("let scales of cut rows overflow float16", CODES, "LARGEST = 2.0**14", "LARGEST = 2.0**15", LAWS),
     Fault(
         "begin numbers a bit late",
         CODES,
@@ -57,15 +58,28 @@ FAULTS = (
     Fault(
         "take a new frame at every block",
         TIER,
-        "if not has_values(is_there) or not bool(is_there.all()):\n            frames = frames.where(is_there, Frames",
-        "if True:\n            frames = (lambda _, fresh: fresh)(is_there, Frames",
+        "if not has_values(fits) or not bool(fits.all()):",
+        "fits = fits & False\n        if True:",
         STREAMS,
     ),
     Fault(
+        "keep frames that a text has moved away from", TIER, "(has_moved & (count", "(has_moved & (0 * count", MOVING
+    ),
+    Fault("cut what outgrows its frames", TIER, " & ~((size > LARGEST) & (size < torch.inf))", "", MOVING),
+    Fault("take frames of what is no number", TIER, "(size < torch.inf)", "(size > 0)", MOVING),
+    Fault(
+        "take frames anew of heads whose texts stay",
+        TIER,
+        "return torch.where(fits.view(*fits.shape, *[1] * (x.ndim - 2)), x, anew)",
+        "return anew",
+        MOVING,
+    ),
+    Fault("lose gradients of numbers rounded anew", TIER, "followed and numbers and Tokens(", "followed and (", MOVING),
+    Fault(
         "give padding's frame to the text after it",
         TIER,
-        "or not bool(is_there.all()):",
-        "or False:",
+        "decoded(), (bias != -torch.inf).any(-1)",
+        "decoded(), (bias == bias).any(-1)",
         STREAMS,
     ),
     Fault(

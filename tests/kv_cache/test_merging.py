@@ -51,7 +51,7 @@ def test_masses_of_keys_that_the_sample_hardly_sees_do_not_underflow() -> None:
 def test_a_merge_conserves_what_the_sample_reads(num_merged: int, num_queries: int) -> None:
     """Attention to each cluster and the values that come of it; of one query its denominator and its numerator."""
     keys, sample = weighted(num_queries=num_queries)
-    few = reduced(keys, sample, num_merged).tokens
+    few = reduced(keys, sample, num_merged)[0]
     assert few.bias.shape[2] == num_merged
     total = attention(sample, keys).sum(-1, keepdim=True)
     total = torch.where(sample.there.unsqueeze(-1), total, 1)
@@ -64,7 +64,7 @@ def test_where_no_query_is_there_all_keys_are_worth_the_same() -> None:
     """As before a stream's first query: merged keys weigh what their members do to a query of 0."""
     keys, sample = weighted()
     for none in (QuerySample.empty(keys.key), sample._replace(there=torch.zeros_like(sample.there))):
-        few = reduced(keys, none._replace(query=torch.zeros_like(none.query)), 5).tokens
+        few = reduced(keys, none._replace(query=torch.zeros_like(none.query)), 5)[0]
         torch.testing.assert_close(few.bias.logsumexp(-1), keys.bias.logsumexp(-1), rtol=1e-12, atol=1e-12)
         mean = torch.softmax(few.bias, -1).unsqueeze(2) @ few.value
         truth = torch.softmax(keys.bias, -1).unsqueeze(2) @ keys.value
@@ -94,7 +94,7 @@ def test_keys_are_measured_by_what_queries_see() -> None:
     sample = QuerySample(query.view(1, 1, 4, 2), torch.ones(1, 1, 4, dtype=torch.bool))
     for shift in (0.0, 1e3):
         key = (places + shift).view(1, 1, 4, 2)
-        few = reduced(Tokens(key, torch.zeros_like(key), torch.zeros(1, 1, 4).double()), sample, 3).tokens
+        few = reduced(Tokens(key, torch.zeros_like(key), torch.zeros(1, 1, 4).double()), sample, 3)[0]
         found = (few.key[0, 0] - shift).round(decimals=6).tolist()
         assert [0.0, 2.0] in found
         assert [0.0, 2.6] in found
@@ -109,7 +109,7 @@ def test_queries_that_tell_no_coordinates_apart_leave_keys_near_each_other_toget
     query = torch.full((2, 2, {"one": 1}.get(kind, 11), 5), 0.1)
     there = torch.full(query.shape[:3], kind != "absent")
     sample = QuerySample.empty(key) if kind == "none" else QuerySample(query * there.unsqueeze(-1), there)
-    few = reduced(Tokens(key, torch.ones_like(key), tokens(2, 2, 16, seed=3).float()), sample, 8).tokens
+    few = reduced(Tokens(key, torch.ones_like(key), tokens(2, 2, 16, seed=3).float()), sample, 8)[0]
     distance = torch.cdist(few.key, 10 * centre)
     assert (distance.amin(-1) < 0.2).all()
     assert (distance.argmin(-1).sort(-1).values == torch.arange(8)).all()
@@ -120,7 +120,7 @@ def test_values_that_differ_by_rounding_alone_keep_no_keys_apart() -> None:
     key, value = centre.repeat_interleave(2, 2) + 0.01 * noise, 3 * (1 + 1e-7 * noise.flip(2))
     query = tokens(1, 2, 30, 5, seed=3).float()
     sample = QuerySample(query, torch.ones(query.shape[:3], dtype=torch.bool))
-    few = reduced(Tokens(key, value, torch.zeros(1, 2, 16)), sample, 8).tokens
+    few = reduced(Tokens(key, value, torch.zeros(1, 2, 16)), sample, 8)[0]
     assert (torch.cdist(few.key, centre).argmin(-1).sort(-1).values == torch.arange(8)).all()
 
 
@@ -131,7 +131,7 @@ def test_values_keep_keys_apart() -> None:
     value = torch.tensor([0.0, 0.0, 9.0, 9.0, 4.5], dtype=torch.float64).view(1, 1, 5, 1)
     query = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64).view(1, 1, 2, 2)
     sample = QuerySample(query, torch.ones(1, 1, 2, dtype=torch.bool))
-    few = reduced(Tokens(key, value, torch.zeros(1, 1, 5).double()), sample, 3).tokens
+    few = reduced(Tokens(key, value, torch.zeros(1, 1, 5).double()), sample, 3)[0]
     assert sorted(few.value.flatten().tolist()) == pytest.approx([0.0, 4.5, 9.0])
 
 
@@ -144,9 +144,9 @@ def test_along_axes_the_same_keys_merge(num_absent: int) -> None:
     bias[:, :, :num_absent] = -torch.inf
     both[:, :, :num_absent] = 1e3 * tokens(1, 2, num_absent, 80, seed=4)
     given, sample = Tokens(both[..., :40], both[..., 40:], bias), QuerySample(query, query[..., 0] < torch.inf)
-    whole, few = (reduced(given, sample, 500, 100, along_axes=each) for each in (False, True))
-    assert torch.equal(few.member, whole.member)
-    assert (few.member == 900).any()
+    whole, member = (reduced(given, sample, 500, 100, along_axes=each)[1] for each in (False, True))
+    assert torch.equal(member, whole)
+    assert (member == 900).any()
 
 
 def by_hand(points: Tensor, mass: Tensor, num_clusters: int, rounds: int) -> list[set[int]]:
@@ -217,7 +217,7 @@ def test_what_one_head_of_a_group_attends_to_is_dear() -> None:
     key = torch.tensor(places, dtype=torch.float64).view(1, 1, 6, 2)
     query = torch.tensor([[1.0, 0.1], [-1.0, 0.1], [1.0, -0.1], [-1.0, -0.1]], dtype=torch.float64)
     sample = QuerySample(query.view(1, 1, 4, 2), torch.ones(1, 1, 4, dtype=torch.bool))
-    few = reduced(Tokens(key, torch.zeros_like(key), torch.zeros(1, 1, 6).double()), sample, 5).tokens
+    few = reduced(Tokens(key, torch.zeros_like(key), torch.zeros(1, 1, 6).double()), sample, 5)[0]
     kept = [bool((few.key[0, 0] == key[0, 0, i]).all(-1).any()) for i in range(6)]
     assert kept == [True, True, False, False, True, True]
 
@@ -271,7 +271,7 @@ def test_absent_keys_never_merge() -> None:
     assert (number[absent] == 5).all()
     assert (number[~absent] < 5).all()
     few = weighted(num_keys=12, absent=0.7)[0]
-    found = reduced(few, sample, 9).tokens
+    found = reduced(few, sample, 9)[0]
     assert ((found.bias != -torch.inf).sum(-1) == (few.bias != -torch.inf).sum(-1)).all()
 
 

@@ -152,7 +152,7 @@ def test_a_merge_conserves_what_the_sample_reads(num_merged: int) -> None:
     def weights(keys: Tokens) -> Tensor:
         return (CAP * torch.tanh(sample.query @ keys.key.mT / CAP) + keys.bias.unsqueeze(2)).exp()
 
-    few = reduced(keys, sample, num_merged, soft_cap=CAP).tokens
+    few = reduced(keys, sample, num_merged, soft_cap=CAP)[0]
     total = weights(keys).sum(-1, keepdim=True)
     found, wanted = weights(few) / total, weights(keys) / total
     torch.testing.assert_close(found.sum((2, 3)), wanted.sum((2, 3)), rtol=1e-12, atol=1e-12)

@@ -82,16 +82,13 @@ def within_budget(
             if value != default:
                 raise ValueError(f"{name} must be left out beside recall={recall!r}, which has its own, got {value!r}")
         return within_bytes(num_bytes, sizes, tiered, BITS_BY_DEFAULT, _RECALL_TIERS[recall])
-    if near is None:
-        near = min(_WINDOW / budget, _SHARE) if bits is None else tiered
-    return within_bytes(num_bytes, sizes, near, bits, () if bits is None else _near_tiers(bits))
-
-
-def _near_tiers(bits: Bits) -> tuple[tuple[float, Bits], ...]:
-    """Shares and bits of the tiers before merged keys in these; one where no bits are finer."""
+    if bits is None:
+        return within_bytes(num_bytes, sizes, min(_WINDOW / budget, _SHARE) if near is None else near, bits, ())
     of_key, of_value = bits if isinstance(bits, tuple) else (bits, bits)
     finer = min(of_key + _FINER, MOST_BITS), min(of_value + _FINER, MOST_BITS)
-    return ((_NEWEST + _NEXT, bits),) if finer == (of_key, of_value) else ((_NEWEST, finer), (_NEXT, bits))
+    # One tier where no bits are finer.
+    tiers = ((_NEWEST + _NEXT, bits),) if finer == (of_key, of_value) else ((_NEWEST, finer), (_NEXT, bits))
+    return within_bytes(num_bytes, sizes, tiered if near is None else near, bits, tiers)
 
 
 def within_bytes(

@@ -21,7 +21,7 @@ from linattn.kv_cache.levels import COMPILED, COMPILED_SIZES, level_numbers, nea
 from linattn.softmax.tokens import picked
 
 # Of numbers relative to a frame: scales, up to three times as large where levels lie below numbers, are float16's.
-_LARGEST = 2.0**14
+LARGEST = 2.0**14
 # Numbers that are 0 but for rounding, in the middle of all levels, are rounded alike.
 _TIE = 2.0**-14
 # Numbers that a cache has room for.
@@ -83,7 +83,7 @@ class Codes(NamedTuple):
         # Compiled code finds the same: sums are of double precision there and here, and their order decides nothing.
         if in_compiled_code:
             return cls(*_write_in_compiled_code(x, bits, num_bytes))
-        x = x.detach().clamp(-_LARGEST, _LARGEST)
+        x = x.detach().clamp(-LARGEST, LARGEST)
         blocks = x.unflatten(-1, (bits.shape[-1], x.shape[-1] // max(bits.shape[-1], 1))).transpose(2, 3).contiguous()
         # Compiled code runs on a CPU, and other devices are slow with double precision, or have none.
         precise = torch.float64 if x.is_cpu else x.dtype
@@ -146,7 +146,7 @@ def _write_in_compiled_code(x: Tensor, bits: Tensor, num_bytes: int) -> tuple[Te
     write_codes(
         *(each.data_ptr() for each in (x, bits, code, scale, *COMPILED, factors)),
         *(*COMPILED_SIZES, batch * heads, rows, size, block, num_bytes, len(_FACTORS)),
-        *(_LARGEST, _TIE, _ALIKE),
+        *(LARGEST, _TIE, _ALIKE),
     )
     return code, scale
 

@@ -90,7 +90,8 @@ class MergedKV:
     and the deviation of their coordinate and in a basis in which none is far from the others, to the 2^b levels of
     least mean square error for normal numbers, times one scale a row, the best of eight. Values have equal bits; keys
     have more where the sampled queries weigh a coordinate more, b_c of least Σ E[q_c²]·σ_c²·distortion(b_c) in the same
-    sum. Means, deviations and bits are of the keys there are when codes begin, and of three times as many once more.
+    sum. Means, deviations and bits are of the keys there are when codes begin, and of three times as many once more; of
+    all there are then, where their mean has moved further than they are spread, or some outgrow 2¹⁴ deviations.
     The sinks, the window and the block stay exact, and so do the first keys between them until they would take more
     memory than codes. For gradients rounding adds a constant, and codes of earlier calls are constants.
 
@@ -183,7 +184,8 @@ class MergedKV:
         4 of values. A window has no sinks where none are written.
 
         Raises:
-            TypeError, ValueError: no str; a part is none of these or written twice; no tier or merged keys; other bits.
+            TypeError: `text` is no str.
+            ValueError: a part is none of these, is written twice or has other bits; or no keys are merged or in tiers.
 
         Example:
             >>> MergedKV.parse("window 32 + 800 in 4 bits + 3400 in 2 bits + Merged 128 in 3.5 bits").coded

@@ -80,11 +80,6 @@ class Frame(NamedTuple):
         deviation = variance.sqrt() * torch.maximum(size, _SHORTEST * length)
         return cls(mean, deviation, order.to(torch.int16), allocated(blocks, layout.spent(bits)))
 
-    def where(self, holds: Tensor, other: Self) -> Self:
-        """This one for the heads (B, H) for which a condition holds, another for the rest."""
-        pairs = zip(self, other, strict=True)
-        return type(self)(*(torch.where(holds.view(*holds.shape, *[1] * (x.ndim - 2)), x, y) for x, y in pairs))
-
     def inside(self, x: Tensor) -> Tensor:
         """Rows (B, H, n, W) relative to the frame, (B, H, n, P)."""
         return self._mixed((x - self.mean) / self.deviation)
@@ -118,10 +113,6 @@ class Frames(NamedTuple):
         there = tokens.bias != -torch.inf
         key = Frame.of(tokens.key.detach(), there, bits[0], power.detach())
         return cls(key, Frame.of(tokens.value.detach(), there, bits[1]))
-
-    def where(self, holds: Tensor, other: Self) -> Self:
-        """Select these frames for the heads (B, H) for which a condition holds, others for the rest."""
-        return type(self)(self.key.where(holds, other.key), self.value.where(holds, other.value))
 
     def inside(self, tokens: Tokens) -> Tokens:
         """Tokens relative to the frames."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import reduce
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from linattn.kv_cache.coded_tokens import CodedTokens
 from linattn.kv_cache.codes import Codes
 from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.frames import Frame, Frames
-from linattn.kv_cache.memory import Held, Memory
+from linattn.kv_cache.memory import Held, Tier
 from linattn.kv_cache.query_sample import QuerySample
 from linattn.softmax.tokens import Restored, Tokens, register
 
@@ -53,8 +54,9 @@ class MergedKeys(Restored):
         return cls(none, (wide,) * len(config.tiers), wide, QuerySample.empty(key), none, config)
 
     def tokens(self) -> Tokens:
-        """All of them, dequantized: keys, values and biases (B, H, n, ·)."""
-        return Memory.of(self.sinks, self.coded, self.merged).tokens().then(self.recent)
+        """All of them, dequantized, the oldest tier before the newest: keys, values and biases (B, H, n, ·)."""
+        tiers = (Tier(held).tokens() for held in (self.merged, *reversed(self.coded)))
+        return reduce(Tokens.then, (*tiers, self.recent), self.sinks)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> MergedKeys:
         """Apply a change to every tensor."""

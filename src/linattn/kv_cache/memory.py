@@ -2,7 +2,7 @@
 
 The first ones, attention sinks, stay exact. All others pass through tiers, each with bits of its own, and are merged at
 last, or evicted. A tier keeps numbers as long as these take no more memory than codes, then codes. Numbers are rounded
-as they become codes, and never again while their token stays in the tier.
+as they become codes, and again only where the tier's frames are taken anew.
 """
 
 from typing import NamedTuple, Self
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from linattn.kv_cache.coded_tokens import CodedTokens, read_in_compiled_code
+from linattn.kv_cache.codes import LARGEST
 from linattn.kv_cache.config import MergedKV, TierSize
 from linattn.kv_cache.frames import Frames
 from linattn.kv_cache.levels import table
@@ -23,6 +24,9 @@ from linattn.softmax.weighted import Reading, Scoring, read
 
 # Times the tokens of the first frames of which they are taken once more: what the first are of says less of a text.
 _AGAIN = 3
+# Tokens of a tier whose mean is looked at: where it is further from the frames' than they are spread, most of a row's
+# size is that distance, and a row is rounded by its size.
+_LOOKED = 64
 
 Held = Tokens | CodedTokens
 """Tokens in numbers, or in codes."""
@@ -73,7 +77,8 @@ class Tier(NamedTuple):
         """Tokens in place of what is here: codes where they are too many for numbers."""
         if size.bits is None or tokens.bias.shape[2] <= size.num_unquantized(tokens.bias.element_size()):
             return self._replace(held=tokens, followed=None)
-        return self._rounded(tokens, Frames.of(tokens, size.both_bits, sample.power), size)
+        held, followed = self._rounded(tokens, Frames.of(tokens, size.both_bits, sample.power), size)
+        return self._replace(held=held, followed=followed)
 
     def cut(self, start: int, stop: int) -> Self:
         """Consecutive tokens."""
@@ -94,25 +99,48 @@ class Tier(NamedTuple):
         return self._replace(held=pool.held.at(index, few.bias), followed=followed)
 
     def _appended(self, tokens: Tokens, sample: QuerySample, size: TierSize) -> Self:
-        """With codes of more tokens, in the frames of heads that have some."""
-        assert isinstance(self.held, CodedTokens)
-        frames, is_there = self.held.frames, (self.held.bias != -torch.inf).any(-1)
-        # Heads without a token, as of a row that is padding so far, begin frames of their own.
-        if not has_values(is_there) or not bool(is_there.all()):
-            frames = frames.where(is_there, Frames.of(tokens, size.both_bits, sample.power))
-        more = self._rounded(tokens, frames, size)
-        assert isinstance(more.held, CodedTokens)
-        followed = self._numbers().then(more._numbers()) if self.followed or more.followed else None
-        return self._replace(held=self.held.then(more.held), followed=followed)
+        """With codes of more tokens; of heads that their frames do not fit all are rounded anew, in frames of all."""
 
-    def _rounded(self, tokens: Tokens, frames: Frames, size: TierSize) -> Self:
-        """Codes in place of what is here; for gradients rounding adds a constant."""
+        def by_head(x: Tensor, anew: Tensor) -> Tensor:
+            """Numbers (B, H, …) as they are or anew."""
+            return torch.where(fits.view(*fits.shape, *[1] * (x.ndim - 2)), x, anew)
+
+        assert isinstance(self.held, CodedTokens)
+        fits, (more, followed) = self._fits(tokens), self._rounded(tokens, self.held.frames, size)
+        held = self.held.then(more)
+        if self.followed or followed:
+            followed = self._numbers().then(followed or more.decoded(in_compiled_code=self.in_compiled_code))
+        if not has_values(fits) or not bool(fits.all()):
+            every = self.tokens().then(tokens)
+            anew, numbers = self._rounded(every, Frames.of(every, size.both_bits, sample.power), size)
+            held = CodedTokens.from_leaves(map(by_head, held.leaves(), anew.leaves()))
+            followed = followed and numbers and Tokens(*map(by_head, followed, numbers))
+        return self._replace(held=held, followed=followed)
+
+    def _fits(self, tokens: Tokens) -> Tensor:
+        """Whether heads (B, H) have tokens, in whose frames codes reach more, and from which theirs have not moved."""
+        assert isinstance(self.held, CodedTokens)
+        bias, step = self.held.bias, max(self.number // _LOOKED, 1)
+        place = torch.arange(0, self.number, step, device=bias.device).expand(*bias.shape[:2], -1)
+        some, fits = self.held.at(place, bias.gather(-1, place)).decoded(), (bias != -torch.inf).any(-1)
+        there = (some.bias != -torch.inf).to(bias.dtype)
+        count = there.sum(-1)
+        share = (there / count.clamp(min=1).unsqueeze(-1)).unsqueeze(2)
+        for x, more in zip(some[:2], self.held.frames.inside(tokens)[:2], strict=True):
+            mean, size = share @ x, torch.linalg.vector_norm(more, dim=-1).amax(-1)
+            has_moved = mean.square().sum((2, 3)) > (share @ (x - mean).square()).sum((2, 3))
+            # A few may be alike by chance, and in what is no number there is nothing to be taken anew of.
+            fits = fits & ~(has_moved & (count >= _LOOKED // 4)) & ~((size > LARGEST) & (size < torch.inf))
+        return fits
+
+    def _rounded(self, tokens: Tokens, frames: Frames, size: TierSize) -> tuple[CodedTokens, Tokens | None]:
+        """Codes, and what they stand for where gradients follow it: for them rounding adds a constant."""
         exact = frames.inside(tokens)
         held = CodedTokens.of(exact, frames, size.both_bits, in_compiled_code=self.in_compiled_code)
         if not is_followed(*exact[:2]):
-            return self._replace(held=held, followed=None)
+            return held, None
         key, value = (x + (y - x).detach() for x, y in zip(exact[:2], held.decoded()[:2], strict=True))
-        return self._replace(held=held, followed=Tokens(key, value, tokens.bias))
+        return held, Tokens(key, value, tokens.bias)
 
     def _numbers(self) -> Tokens:
         """Decode, relative to the frames, where gradients do not follow numbers already."""
@@ -126,12 +154,6 @@ class Memory(NamedTuple):
     sinks: Tokens
     coded: tuple[Tier, ...]
     merged: Tier
-
-    @classmethod
-    def of(cls, sinks: Tokens, coded: tuple[Held, ...], merged: Held, *, in_compiled_code: bool = False) -> Self:
-        """Of what a stream keeps."""
-        *tiers, last = (Tier(held, None, in_compiled_code) for held in (*coded, merged))
-        return cls(sinks, tuple(tiers), last)
 
     def joined(self, leaving: Tokens, sample: QuerySample, config: MergedKV, soft_cap: float | None) -> Self:
         """With a block of tokens, the first ones of the stream as sinks."""
@@ -163,13 +185,6 @@ class Memory(NamedTuple):
         else:
             part = combine(part, *(held.read(rows, scoring, followed) for held, followed in codes))
         return Reading(part.out.to(query.dtype), part.log_normalizer if with_log else None)
-
-    def tokens(self) -> Tokens:
-        """All of them: the sinks, the merged keys, and the tiers, the oldest before the newest."""
-        tokens = self.sinks.then(self.merged.tokens())
-        for tier in reversed(self.coded):
-            tokens = tokens.then(tier.tokens())
-        return tokens
 
     def _merged(self, leaving: Tokens, sample: QuerySample, config: MergedKV, soft_cap: float | None) -> Tier:
         """The merged keys with more tokens; what is too much is merged."""

@@ -13,13 +13,6 @@ from linattn.kv_cache.query_sample import QuerySample, SampleAttention
 from linattn.softmax.tokens import Tokens
 
 
-class Reduced(NamedTuple):
-    """Weighted keys in place of more."""
-
-    tokens: Tokens  # (B, H, C, ·)
-    member: Tensor  # (B, H, C), the number of the only key in a cluster; 0 where there is none, n where several are
-
-
 def reduced(
     tokens: Tokens,
     sample: QuerySample,
@@ -28,9 +21,10 @@ def reduced(
     soft_cap: float | None = None,
     *,
     along_axes: bool = False,
-) -> Reduced:
+) -> tuple[Tokens, Tensor]:
     """At most `num_merged` weighted keys in place of n > num_merged (B, H, n, ·), the last `num_newest` unmerged.
 
+    Beside them the numbers (B, H, C) of the only key in each cluster: 0 where there is none, n where several are.
     O(n²·(D + Dv)) time, along axes O(n²·r + n·r·(D + Dv)).
     """
     attended, number = sample.attends(tokens, soft_cap), tokens.bias.shape[2]
@@ -51,7 +45,7 @@ def reduced(
     means, key = cluster_means(older, cluster, log_mass, room), torch.arange(number, device=cluster.device)
     only = cluster.new_zeros(*cluster.shape[:2], room + 1).scatter(-1, cluster, key[:size].expand_as(cluster))[..., :-1]
     member = torch.cat((torch.where(means.size > 1, number, only), key[size:].expand(*only.shape[:2], -1)), -1)
-    return Reduced(means.conserving(attended).then(newest), member)
+    return means.conserving(attended).then(newest), member
 
 
 class ClusterMeans(NamedTuple):

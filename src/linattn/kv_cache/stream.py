@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linattn.kv_cache.compiled import is_coded, is_compiled, stream_in_compiled_code
 from linattn.kv_cache.keys import MergedKeys, Stream
-from linattn.kv_cache.memory import Memory
+from linattn.kv_cache.memory import Memory, Tier
 from linattn.softmax.attention import inert
 from linattn.softmax.tokens import Tokens
 from linattn.softmax.weighted import Reading, Scoring, read
@@ -38,13 +38,11 @@ def attend_causal_merging(
     else:
         rows, keys = stream_in_torch(stream, scoring, with_log=with_log, in_compiled_code=in_compiled_code)
     # Copies: views would keep all keys of the call in memory.
-    block, length, sinks = config.blocks.size, stream.num_tokens, before.sinks
+    block, length = config.blocks.size, stream.num_tokens
     oldest = max(-(-length // block) - 1 - config.blocks.number, 0) * block
     recent = Tokens(*(x.clone() for x in tokens.cut(oldest, length)))
-    if keys.sinks.bias.shape[2] > sinks.bias.shape[2]:
-        sinks = Tokens(*(x.clone() for x in keys.sinks))
     # A text may go on in a wider dtype, which the recent tokens have then.
-    sinks = Tokens(*(x.to(like.dtype) for x, like in zip(sinks, recent, strict=True)))
+    sinks = Tokens(*(x.to(like.dtype, copy=True) for x, like in zip(keys.sinks, recent, strict=True)))
     return rows, MergedKeys(sinks, keys.coded, keys.merged, keys.sample, recent, config)
 
 
@@ -53,7 +51,8 @@ def stream_in_torch(
 ) -> tuple[Reading, MergedKeys]:
     """All blocks, one after the other, without the recent keys; differentiable but in compiled code."""
     query, tokens, before, first, parts = stream.query, stream.tokens, stream.before, stream.first, []
-    memory = Memory.of(before.sinks, before.coded, before.merged, in_compiled_code=in_compiled_code)
+    *tiers, merged = (Tier(held, None, in_compiled_code) for held in (*before.coded, before.merged))
+    memory = Memory(before.sinks, tuple(tiers), merged)
     sample, config = before.sample, before.config
     for begin in stream.begins:
         end = min(begin + config.blocks.size, stream.num_tokens)

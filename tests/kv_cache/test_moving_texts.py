@@ -1,0 +1,149 @@
+"""Codes of texts whose keys and values move away from those that their frames were taken of."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import linattn
+from grid import qkv
+from linattn import MergedKV, MergedState
+from linattn.kv_cache.coded_tokens import CodedTokens
+from linattn.kv_cache.frames import Frames
+from linattn.softmax.tokens import Tokens
+
+LENGTH, PERIOD = 1_000, 60
+SIZES = {"num_queries": LENGTH, "num_keys": LENGTH, "head_dim": 16, "value_dim": 12}
+CONFIG = MergedKV(8, 0, coded=((96, 4),))
+MERGING = MergedKV(8, 90, bits=4, coded=((64, 6),))
+
+
+def turned(x: Tensor) -> Tensor:
+    """Coordinates far from 0, in pairs that turn once in the text, as rotary positions turn them."""
+    angle = 2 * torch.pi * torch.arange(LENGTH, dtype=x.dtype).unsqueeze(-1) / LENGTH
+    return x + 8 * torch.cat((angle.cos(), angle.sin()), -1).repeat(1, x.shape[-1] // 2)
+
+
+def steps(base: float) -> Tensor:
+    """Factors of tokens that grow by a base in a period."""
+    return base ** (torch.arange(LENGTH, dtype=torch.float64).unsqueeze(-1) / PERIOD)
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "grows to 2^16": lambda x: x * steps(2.0),
+    "falls to 2^-16": lambda x: (x + 0.3) * steps(0.5),
+    "drifts by 16 deviations": lambda x: x + torch.arange(LENGTH).unsqueeze(-1) / PERIOD,
+    "turns": turned,
+    "grows in some coordinates": lambda x: torch.where(torch.arange(x.shape[-1]) < 3, x * steps(2.0), x),
+}
+
+
+def given(change: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = qkv(**SIZES)
+    return query.to(dtype), CHANGES[change](key).to(dtype), CHANGES[change](value).to(dtype)
+
+
+def streamed(
+    tokens: tuple[Tensor, ...], config: MergedKV, cuts: list[int], backend: str = "torch"
+) -> tuple[Tensor, MergedState]:
+    state, outs = None, []
+    for start, stop in itertools.pairwise([0, *cuts, tokens[1].shape[2]]):
+        piece = (x[:, :, start:stop] for x in tokens)
+        out, state = linattn.merged_attention_with_state(*piece, config, state, enable_gqa=True, backend=backend)
+        outs.append(out)
+    assert state is not None
+    return torch.cat(outs, 2), state
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    """Of rows, beside what they differ by among each other."""
+    return float((got - exact).norm() / (exact - exact.mean(2, keepdim=True)).norm())
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_error_stays_near_that_of_codes_begun_now(change: str) -> None:
+    """Of a full tier at many points of the text: numbers rounded by a frame of these very tokens are 1."""
+    tokens, (tier_size, bits) = given(change), CONFIG.coded[0]
+    state, ratios = None, []
+    for piece in zip(*(x.split(25, 2) for x in tokens), strict=True):
+        state = linattn.merged_attention_with_state(*piece, CONFIG, state, enable_gqa=True).state
+        tier, read = state.keys.coded[0], len(ratios) * 25 + 25
+        ratios.append(1.0)
+        if not isinstance(tier, CodedTokens) or tier.bias.shape[2] < tier_size:
+            continue
+        end = read - state.keys.recent.bias.shape[2]
+        exact = Tokens(tokens[1][:, :, end - tier_size : end], tokens[2][:, :, end - tier_size : end], tier.bias)
+        frames = Frames.of(exact, (bits, bits), state.keys.sample.power)
+        begun = frames.outside(CodedTokens.of(frames.inside(exact), frames, (bits, bits)).decoded())
+        for got, wanted, fresh in zip(tier.frames.outside(tier.decoded())[:2], exact[:2], begun[:2], strict=True):
+            ratios[-1] = max(ratios[-1], error(got, wanted) / error(fresh, wanted))
+    assert len(ratios) == 40
+    assert max(ratios) < 4
+
+
+@pytest.mark.parametrize("config", [CONFIG, MERGING], ids=lambda config: config.label)
+@pytest.mark.parametrize("change", ["turns", "falls to 2^-16"])
+def test_a_stream_may_be_cut_anywhere(change: str, config: MergedKV) -> None:
+    tokens = given(change)
+    whole, other = streamed(tokens, config, [])
+    for cuts in ([1], [5, 6, 7, 430], list(range(960, LENGTH))):
+        out, state = streamed(tokens, config, cuts)
+        torch.testing.assert_close(out, whole, rtol=1e-9, atol=1e-9 * float(whole.abs().max()))
+        for x, y in zip(pytree.tree_leaves(state), pytree.tree_leaves(other), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+
+
+def test_each_head_takes_frames_by_its_own_tokens() -> None:
+    """A head beside one that moves, and a row beside such, keep their codes as they are without it."""
+    tokens, still = given("turns"), qkv(**SIZES)
+    mixed = tuple(torch.stack((x[0], y[0])) for x, y in zip(tokens, still, strict=True))
+    for row, alone in enumerate((tokens, still)):
+        wanted = streamed(tuple(x[:1] for x in alone), CONFIG, [])
+        out, state = streamed(mixed, CONFIG, [])
+        torch.testing.assert_close(out[row : row + 1], wanted[0], rtol=1e-10, atol=1e-10)
+        kept = state.select(torch.tensor([row])).keys.coded[0]
+        for x, y in zip(kept.leaves(), wanted[1].keys.coded[0].leaves(), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+    key = torch.cat((tokens[1][:, :1], still[1][:, 1:]), 1)
+    beside = streamed((still[0], key, still[2]), CONFIG, [])[1].keys.coded[0].leaves()
+    for x, y in zip(beside, streamed(still, CONFIG, [])[1].keys.coded[0].leaves(), strict=True):
+        assert torch.equal(x[:, 1], y[:, 1])
+
+
+@pytest.mark.parametrize("config", [CONFIG, MERGING], ids=lambda config: config.label)
+@pytest.mark.parametrize("change", CHANGES)
+def test_compiled_code_takes_the_same_frames(change: str, config: MergedKV) -> None:
+    pytest.importorskip("linattn_compiled")
+    tokens = given(change, torch.float32)
+    out, state = streamed(tokens, config, [500])
+    with torch.no_grad():
+        other, after = streamed(tokens, config, [500], "compiled")
+    assert torch.equal(state.keys.coded[0].frames.key.order, after.keys.coded[0].frames.key.order)
+    torch.testing.assert_close(other, out, rtol=1e-4, atol=1e-4 * float(out.abs().max()))
+
+
+def test_a_value_that_is_no_number_leaves_the_others() -> None:
+    """It counts as the largest that codes reach, and no frame is taken of it."""
+    query, key, value = qkv(**SIZES)
+    wanted = streamed((query, key, value), CONFIG, [])[0]
+    value[:, :, 400, 0] = torch.inf
+    out = streamed((query, key, value), CONFIG, [])[0]
+    assert out[:, :, 420:].isfinite().all()
+    # Once it has left the tier.
+    torch.testing.assert_close(out[:, :, 540:], wanted[:, :, 540:], rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_pass_frames_taken_anew_by() -> None:
+    """Those of unrounded tokens, since the frames and what rounding adds are constants."""
+    query, key, value = (x[:, :, :300].clone() for x in given("turns"))
+    factor = torch.ones((), dtype=torch.float64, requires_grad=True)
+    out = linattn.merged_attention(query, key, value * factor, CONFIG, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(out.detach(), streamed((query, key, value), CONFIG, [])[0], rtol=1e-9, atol=1e-9)
+    out.square().sum().backward()
+    # Rows are linear in a factor of all values: the derivative of their squares is twice these.
+    torch.testing.assert_close(float(factor.grad), 2 * float(out.detach().square().sum()), rtol=2e-2, atol=0)
