@@ -41,8 +41,9 @@ def attend_causal_merging(
     block, length = config.blocks.size, stream.num_tokens
     oldest = max(-(-length // block) - 1 - config.blocks.number, 0) * block
     recent = Tokens(*(x.clone() for x in tokens.cut(oldest, length)))
+    is_new = keys.sinks.bias.shape[2] > before.sinks.bias.shape[2]
     # A text may go on in a wider dtype, which the recent tokens have then.
-    sinks = Tokens(*(x.to(like.dtype, copy=True) for x, like in zip(keys.sinks, recent, strict=True)))
+    sinks = Tokens(*(x.to(like.dtype, copy=is_new) for x, like in zip(keys.sinks, recent, strict=True)))
     return rows, MergedKeys(sinks, keys.coded, keys.merged, keys.sample, recent, config)
 
 
@@ -68,5 +69,4 @@ def stream_in_torch(
             sample = sample.add(rows, live, scoring.scale, block=config.blocks.size, first=start - begin)
     joined = Reading.joined(parts or [read(query, tokens.cut(0, 0), scoring, is_causal=True, with_log=with_log)])
     coded = tuple(tier.held for tier in memory.coded)
-    keys = MergedKeys(memory.sinks, coded, memory.merged.held, sample, before.recent, config)
-    return joined, keys
+    return joined, MergedKeys(memory.sinks, coded, memory.merged.held, sample, before.recent, config)
