@@ -74,7 +74,13 @@ FAULTS = (
         "return anew",
         MOVING,
     ),
-    Fault("lose gradients of numbers rounded anew", TIER, "followed and numbers and Tokens(", "followed and (", MOVING),
+    Fault(
+        "lose gradients of numbers rounded anew",
+        TIER,
+        "followed and numbers and Tokens(*map(by_head, followed, numbers))",
+        "followed",
+        MOVING,
+    ),
     Fault(
         "give padding's frame to the text after it",
         TIER,

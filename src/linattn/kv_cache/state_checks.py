@@ -65,7 +65,7 @@ def check_tensors(keys: MergedKeys | RowGroups[MergedKeys], head_dim: int, num_g
     for rows, group in zip(keys.rows, keys.keys, strict=True):
         got, wanted = checked_sizes(group), sizes._replace(batch=len(rows))
         if got != wanted:
-            raise ValueError(f"the state's keys of rows {rows} must be {wanted}, as the first, got {got}; {_REMEDY}")
+            raise ValueError(f"the state's rows {rows} must be in the sizes of all others, got {got}; {_REMEDY}")
         _check_group(group, head_dim, num_groups)
 
 
