@@ -42,8 +42,9 @@ def attend_causal_merging(
     oldest = max(-(-length // block) - 1 - config.blocks.number, 0) * block
     recent = Tokens(*(x.clone() for x in tokens.cut(oldest, length)))
     is_new = keys.sinks.bias.shape[2] > before.sinks.bias.shape[2]
+    sinks = keys.sinks if is_new else before.sinks
     # A text may go on in a wider dtype, which the recent tokens have then.
-    sinks = Tokens(*(x.to(like.dtype, copy=is_new) for x, like in zip(keys.sinks, recent, strict=True)))
+    sinks = Tokens(*(x.to(like.dtype, copy=is_new) for x, like in zip(sinks, recent, strict=True)))
     return rows, MergedKeys(sinks, keys.coded, keys.merged, keys.sample, recent, config)
 
 

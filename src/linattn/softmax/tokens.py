@@ -21,7 +21,7 @@ class Tokens(NamedTuple):
     def then(self, other: Tokens) -> Tokens:
         """Append other tokens; neither is copied where the other is none."""
         if self.bias.shape[2] == 0 or other.bias.shape[2] == 0:
-            return self if other.bias.shape[2] == 0 else other
+            return other if self.bias.shape[2] == 0 else self
         return Tokens(*(torch.cat(pair, 2) for pair in zip(self, other, strict=True)))
 
     def pick(self, index: Tensor) -> Tokens:
