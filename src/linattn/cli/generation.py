@@ -39,7 +39,11 @@ def generation(
         if not tokens.numel():
             raise ValueError("the prompt gives no token; give a text")
         cache = new_cache(loaded.model) if keeping is None else keeping.cache(loaded.model)
-        _check_length(loaded.model, tokens.shape[1] + num_tokens)
+        # Of a table of positions; rotary ones, made as they are needed, have no end.
+        most, length = getattr(loaded.model.config, "max_position_embeddings", None), tokens.shape[1] + num_tokens
+        is_rotary = any(name.endswith("inv_freq") for name, _ in loaded.model.named_buffers())
+        if most is not None and length - 1 > most and not is_rotary:
+            raise ValueError(f"the model has {most} positions, prompt and --tokens are {length} together; give fewer")
         draws = torch.Generator().manual_seed(seed)
         draw = partial(stream_tokens, loaded.model, cache=cache, temperature=temperature, top_p=top_p, generator=draws)
         costs = [] if keeping is None else list(keeping.planned())
@@ -67,14 +71,6 @@ def generation(
             lines += costs or [f"--measure says the KL divergence from the full cache, in about {seconds:.0f} s more"]
         for line in lines:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _check_length(model: PreTrainedModel, num_tokens: int) -> None:
-    """Refuse texts beyond a table of positions; rotary ones, made as they are needed, have no end."""
-    most = getattr(model.config, "max_position_embeddings", None)
-    is_rotary = any(name.endswith("inv_freq") for name, _ in model.named_buffers())
-    if most is not None and num_tokens - 1 > most and not is_rotary:
-        raise ValueError(f"the model has {most} positions, prompt and --tokens are {num_tokens} together; give fewer")
 
 
 def _measured(console: Console, model: PreTrainedModel, tokens: Tensor, cache: Cache) -> tuple[float, str]:

