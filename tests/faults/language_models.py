@@ -6,6 +6,20 @@ from faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "go on with a language model's text in other rows",
+        "hf/state_cache.py",
+        "        self.check_rows(num_rows)\n",
+        "",
+        "tests/hf/test_cache_refusals.py",
+    ),
+    Fault(
+        "take labels of other tokens than a language model reads",
+        "hf/language_model.py",
+        "if labels is not None and (tuple(labels.shape) != shape or logits_to_keep):",
+        "if False:",
+        "tests/hf/test_cache_refusals.py",
+    ),
+    Fault(
         "give the last states without the norm",
         "hf/language_model.py",
         "(*states, self.model.norm(x))",

@@ -183,8 +183,8 @@ FAULTS = (
     Fault(
         "let a call begin without a look at its cache",
         "hf/_dispatch.py",
-        "_refuse_other_implementations, _cache_check(model_part)\n",
-        "_refuse_other_implementations\n",
+        "refuse_text_again, partial(_check_call, names)\n",
+        "refuse_text_again\n",
         "tests/hf/test_state_cache.py",
     ),
     Fault(

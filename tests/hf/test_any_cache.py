@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
+from architectures import ARCHITECTURES
 from linattn import MergedKV
 from linattn.hf import BoundedCache, StateCache, linearize_, new_cache, restore_
 
@@ -108,11 +109,35 @@ def test_a_text_that_is_given_again_is_not_taken_in_twice(language_model, kind: 
     torch.testing.assert_close(last, whole[:, held:], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["bounded", "states"])
+@pytest.mark.parametrize("name", ["Qwen 3 Next", "LFM 2", "Granite hybrid", "Nemotron H"])
+def test_rows_are_chosen_in_recurrent_layers_too(name: str, kind: str) -> None:
+    """Which have no method of their own for that."""
+    model, rows = ARCHITECTURES[name].build().eval(), torch.tensor([[5, 6, 7, 8, 9, 10], [9, 8, 7, 6, 5, 4]])
+    if kind == "states":
+        linearize_(model, method=MAP)
+    cache: Any = new_cache(model) if kind == "states" else BoundedCache(model, config=MergedKV(8, 8, bits=None))
+    empty = cache.fork()
+    model(rows[:, :5], past_key_values=cache)
+    wanted = model(rows[:, 5:], past_key_values=cache.fork()).logits
+    for choose, chosen in (
+        (lambda cache: cache.batch_select_indices(torch.tensor([-1, 0])), [1, 0]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([False, True])), [1]),
+        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+    ):
+        fork = cache.fork()
+        choose(fork)
+        logits = model(rows[chosen, 5:], past_key_values=fork).logits
+        torch.testing.assert_close(logits, wanted[chosen], rtol=1e-4, atol=1e-4)
+        choose(empty)
+    model(rows, past_key_values=empty)
+
+
 def test_a_cache_of_fewer_layers_is_refused() -> None:
     config = LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
     small = LlamaForCausalLM(config).eval()
     linearize_(small, method=MAP)
-    with pytest.raises(ValueError, match="the cache has 1 layers, too few for this model"):
+    with pytest.raises(ValueError, match="made for a model of num_hidden_layers 1, this one's is 2"):
         llama(MAP)(IDS, past_key_values=new_cache(small))
 
 

@@ -242,6 +242,31 @@ def test_options_for_another_kind_of_folder_are_refused(build, tmp_path, options
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("family", ["bert", "llama", "gpt2"])
+def test_weights_of_another_model_are_refused_before_a_file_is_written(build, tmp_path, family):
+    """Fewer, more, or under other names; one name of a weight that has two is enough, and only one rank writes."""
+    model = build(family, head={"bert": "ForMaskedLM", "llama": "ForCausalLM", "gpt2": "LMHeadModel"}[family])
+    linearize_(model, method=LEARNED)
+    state = model.state_dict()
+    others = [
+        dict(list(state.items())[::2]),
+        {name: x for name, x in state.items() if "linear_attention" not in name},
+        state | {"more": torch.ones(1)},
+        {f"module.{name}": x for name, x in state.items()},
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match=rf"weights of {type(model).__name__} are not .*give state_dict=model"):
+            model.save_pretrained(tmp_path / "new", state_dict=other)
+        assert not (tmp_path / "new").exists()
+    tied = {name for name in state if name in model.all_tied_weights_keys}
+    assert tied if family == "gpt2" else True
+    model.save_pretrained(tmp_path / "new", state_dict={name: x for name, x in state.items() if name not in tied})
+    twin, inputs = from_pretrained(tmp_path / "new"), batch(family)
+    assert torch.equal(run(twin, inputs), run(model, inputs))
+    model.save_pretrained(tmp_path / "new", state_dict=others[0], is_main_process=False)
+    assert torch.equal(run(from_pretrained(tmp_path / "new"), inputs), run(model, inputs))
+
+
 def test_what_cannot_be_read_again_is_not_written(build, tmp_path):
     own = Own(build("bert").config)
     linearize_(own, method=LEARNED)

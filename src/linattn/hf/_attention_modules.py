@@ -4,9 +4,10 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -16,8 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 MARK = "linattn.hf.from_pretrained reads this folder"
 """Attention that a linearized model's config.json names: no other reader has one of that name, and says so."""
 
-# What transformers reads from config.json, and never writes by itself.
-_WRITTEN = "attn_implementation"
+# What transformers reads from config.json, and never writes by itself; and what stays where a caller names another.
+_WRITTEN, _LINEARIZED = "attn_implementation", "linearized_by_linattn"
 
 Former = tuple[tuple[Any, str | None], ...]
 """Each configuration of a model with the implementation that it named before a switch."""
@@ -153,6 +154,13 @@ class Implementation(str):
     """The name of an attention implementation that stands in another's place, and what that was."""
 
     former: str | None = None
+    is_copied_alone = False  # with its configuration, for another model than the one that attends so
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Of a model's copy, which attends as the model does, or of a configuration's."""
+        copied = copy(self)
+        copied.is_copied_alone |= not any(isinstance(x, nn.Module) for x in memo.values())
+        return copied
 
 
 def put_before(model: PreTrainedModel, name: str) -> None:
@@ -162,19 +170,16 @@ def put_before(model: PreTrainedModel, name: str) -> None:
         if (former := config._attn_implementation) != name:
             (implementation := Implementation(name)).former = former
             config._attn_implementation_internal = implementation
+            # It attends by softmax, whatever folder it was read from.
+            vars(config).pop(_LINEARIZED, None)
 
 
 def take_out(model: PreTrainedModel, name: str) -> None:
     """Undo `put_before`, and a loading by that name; configurations shared with a linearized model are refused."""
     for part in parts_of(model):
         for config in _configs(part):
-            implementation = config._attn_implementation
-            if implementation == name and vars(config).get(_WRITTEN) == MARK:
-                raise ValueError(
-                    f"{type(model).__name__} has its configuration in common with a linearized model, which says by "
-                    "what that attends; build it from a copy, copy.deepcopy(config)"
-                )
-            if implementation == name:
+            if (implementation := config._attn_implementation) == name:
+                _refuse_configuration(type(model), vars(config).get(_WRITTEN) == MARK)
                 default = "sdpa" if part._supports_sdpa else "eager"
                 config._attn_implementation_internal = getattr(implementation, "former", default)
 
@@ -183,6 +188,9 @@ def former_of(module: nn.Module) -> str | None:
     """Name of the attention implementation before `put_before`; the class's default where it was loaded with ours."""
     config: Any = module.config
     name, kind = config._attn_implementation, type(getattr(module, "behind", module))
+    # Of a folder the mark has given way to the implementation that a caller named.
+    is_foreign = getattr(name, "is_copied_alone", getattr(config, _WRITTEN, None) != MARK)
+    _refuse_configuration(kind, hasattr(config, _LINEARIZED) and is_foreign)
     if isinstance(name, Implementation):
         return name.former
     if kind not in _DEFAULTS:
@@ -191,6 +199,17 @@ def former_of(module: nn.Module) -> str | None:
         local_models = [model for model in models if model.__module__ == kind.__module__]
         _DEFAULTS[kind] = "sdpa" if all(model._supports_sdpa for model in local_models) else "eager"
     return _DEFAULTS[kind]
+
+
+def _refuse_configuration(kind: type, is_linearized: bool) -> None:
+    """Refuse the configuration of a linearized model in one that has none of its linear attention."""
+    if is_linearized:
+        raise ValueError(
+            f"{kind.__name__} has its configuration in common with a linearized model, or a copy of it, or one that "
+            "was read from its folder, and attends by softmax; read the folder with linattn.hf.from_pretrained, or, "
+            'for softmax, with attn_implementation="sdpa"; where it is built here, build it from a copy, '
+            "copy.deepcopy(config), and call its set_attn_implementation('sdpa')"
+        )
 
 
 def switch_to(model: PreTrainedModel, name: str) -> Former:
@@ -228,8 +247,8 @@ def implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
 def mark(model: PreTrainedModel) -> None:
     """Make every config.json that is written of the model, or of a part of it, name another attention than softmax."""
     for config in _configs(model):
-        if _WRITTEN not in vars(config):
-            setattr(config, _WRITTEN, MARK)
+        if vars(config).get(_WRITTEN, MARK) == MARK:
+            vars(config).update({_WRITTEN: MARK, _LINEARIZED: True})
 
 
 def unmark(model: PreTrainedModel) -> None:
@@ -237,6 +256,7 @@ def unmark(model: PreTrainedModel) -> None:
     for config in _configs(model):
         if vars(config).get(_WRITTEN) == MARK:
             delattr(config, _WRITTEN)
+        vars(config).pop(_LINEARIZED, None)
 
 
 def parts_of(model: PreTrainedModel) -> list[PreTrainedModel]:

@@ -11,6 +11,7 @@ from linattn.hf._cache_layers import Kernel, RecordingLayer
 from linattn.hf._calls import CAPS, SINKS, InterfaceCall
 from linattn.hf.layer_attention import ATTRIBUTE, rescale_query
 from linattn.kv_cache import MergedKV, MergedState
+from linattn.kv_cache.budget import Sizes
 from linattn.kv_cache.functional import merged_attention_with_state, merged_partial_with_state
 from linattn.softmax.partial import Attended
 
@@ -50,12 +51,19 @@ class BoundedLayer(RecordingLayer[MergedState]):
         num_tokens: how many tokens it has seen, padding included.
     """
 
-    def __init__(self, module_name: str, config: MergedKV) -> None:
+    def __init__(self, module_name: str, config: MergedKV, sizes: Sizes | None = None) -> None:
         super().__init__(module_name)
-        self.config = config
+        self.config, self._sizes = config, sizes
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Called by the attention module: the new keys, with this layer, and values."""
+        # Of fewer bytes they are under autocast, or where a wrapper of the model casts its weights.
+        if self._sizes is not None and key_states.element_size() > self._sizes.number_bytes:
+            raise ValueError(
+                f"{self.module_name} has keys in {key_states.dtype}, and the cache was made for numbers of "
+                f"{self._sizes.number_bytes} bytes, so that it would hold more bytes than its budget; cast the model "
+                "first, and make the cache after that"
+            )
         handed = super().update(key_states, value_states)[0].as_subclass(HandedKeys)
         handed.key, handed.layer = key_states, self
         return handed, value_states

@@ -31,6 +31,8 @@ from linattn.softmax.row_groups import RowGroups
 
 S = TypeVar("S", State, Stream, MergedState)
 CacheKind = TypeVar("CacheKind", bound=Cache)
+# What the number and the sizes of a cache's layers follow from.
+_SIZES = "num_hidden_layers", "decoder_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"
 # The most tokens of a call that are recorded, where the exact window is not wider: guesses are fewer.
 _RECORDED = 256
 
@@ -84,17 +86,9 @@ class StatefulLayer(CacheLayerMixin, Generic[S]):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given rows of the batch: numbers, counted from the end where they are negative, or a mask."""
-        self._choose(lambda rows: rows[indices.to(rows.device)])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of the batch."""
-        self._choose(lambda rows: rows.repeat_interleave(repeats))
-
-    def _choose(self, choice: Callable[[Tensor], Tensor]) -> None:
-        """Take the rows that are chosen from all of the batch, by their numbers."""
         if self.state is not None:
             device = pytree.tree_leaves(self.state)[0].device
-            self.state = self.state.select(choice(torch.arange(self.num_rows, device=device)))
+            self.state = self.state.select(torch.arange(self.num_rows, device=device)[indices.to(device)])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: a sum does not say what it was before."""
@@ -191,16 +185,15 @@ class RecordingLayer(StatefulLayer[S]):
         out, after = made.made(sinks=call.sinks)
         self.handed = None
         self.advance_to(after, count)
-        # Calls that were recorded before one that was not cannot be taken back.
-        self._calls = self._recorded(made, window) if self.record_past else ()
+        if not self.record_past:
+            # Calls that were recorded before one that was not cannot be taken back.
+            self._calls = ()
+        elif self._calls and self._calls[-1].num_tokens + made.num_tokens <= window > made.num_tokens:
+            # A part of the call before it, where a window of so many tokens holds both.
+            self._calls = (*self._calls[:-1], self._calls[-1].then(made))
+        else:
+            self._calls = (*self._calls[-1:], made) if made.num_tokens < window else (made,)
         return by_token(out if made.num_tokens == count else torch.cat((early, out), 2))
-
-    def _recorded(self, call: RecordedCall, window: int) -> tuple[RecordedCall, ...]:
-        """A call beside the one before it, or as a part of that where a window of so many tokens holds both."""
-        last = self._calls[-1] if self._calls else None
-        if last is not None and last.num_tokens + call.num_tokens <= window > call.num_tokens:
-            return (*self._calls[:-1], last.then(call))
-        return (*self._calls[-1:], call) if call.num_tokens < window else (call,)
 
     def activate_past_recording(self) -> None:
         """Hold the last call's last tokens, and as many as the exact window is wide, which `crop` can take back."""
@@ -232,9 +225,9 @@ class RecordingLayer(StatefulLayer[S]):
         self._calls = (*calls, last)
         self.state = last.made().state if last.num_tokens else last.before
 
-    def _choose(self, choice: Callable[[Tensor], Tensor]) -> None:
-        """Take the rows that are chosen; no call can be taken back afterwards."""
-        super()._choose(choice)
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given rows of the batch; no call can be taken back afterwards."""
+        super().batch_select_indices(indices)
         self._calls = ()
 
     def reset(self) -> None:
@@ -265,7 +258,10 @@ class ForkedCache(Cache):
     def check_mask(self, attention_mask: Tensor | None) -> None:
         """Refuse a mask (B, n) that shows or hides other tokens of the state than those it was built from."""
         num_tokens = self.get_seq_length()
-        if num_tokens and not _alike(attention_mask, self._live, num_tokens):
+        # None hides no token, and columns that are missing hide theirs.
+        masks = [x[:, :num_tokens].bool() for x in (attention_mask, self._live) if x is not None]
+        shown = [pad(x, (0, num_tokens - x.shape[1])) for x in masks]
+        if num_tokens and not (torch.equal(*shown) if len(shown) == 2 else all(bool(x.all()) for x in shown)):
             raise ValueError(
                 f"the attention mask changes which of the {num_tokens} tokens in the cache are attended to, and a "
                 "state cannot take a token out, or put one in, afterwards; give the mask of the earlier calls, "
@@ -274,10 +270,24 @@ class ForkedCache(Cache):
         # Of its own: the caller's may change.
         self._live = None if attention_mask is None else attention_mask.clone()
 
+    def check_rows(self, num_rows: int | None) -> None:
+        """Refuse a call of more or fewer rows than those of the text; None where a call's are not known."""
+        if num_rows is not None and len(rows := self._rows) not in (0, num_rows):
+            raise ValueError(
+                f"the cache holds {len(rows)} rows, the call has {num_rows}; choose among those of the cache by its "
+                "batch_select_indices or batch_repeat_interleave, or give a new one"
+            )
+
+    @property
+    def _rows(self) -> Any:
+        """The numbers of the batch's rows; none before the first token."""
+        return torch.arange(max((x.num_rows for x in self.layers if isinstance(x, StatefulLayer)), default=0))
+
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the given rows of the batch."""
-        super().batch_select_indices(indices)
-        self._live = None if self._live is None else self._live[indices.to(self._live.device)]
+        """Keep the given rows of the batch: numbers, counted from the end where they are negative, or a mask."""
+        if len(rows := self._rows):
+            # All that a layer holds: layers that recur have no method but this, or one of their keys alone.
+            self.reorder_cache(rows[indices.to(rows.device)])
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Take the given rows of the batch, in that order."""
@@ -286,8 +296,7 @@ class ForkedCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
-        super().batch_repeat_interleave(repeats)
-        self._live = None if self._live is None else self._live.repeat_interleave(repeats, 0)
+        self.reorder_cache(self._rows.repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Forget every token."""
@@ -299,22 +308,19 @@ class TextCache(ForkedCache):
     """A cache some of whose layers hold states of a text, the others its keys and values."""
 
     def __init__(self, model: PreTrainedModel, replaced: Mapping[int, RecordingLayer[Any]]) -> None:
+        self._sizes = _sizes(model.config)
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
         # Assistants that leave a model early run its first layers alone.
         super().__init__(layers=[replaced.get(place, layer) for place, layer in enumerate(layers)])
         # Layers that hold the model's own text; others hold another one, or pictures (Mllama).
         self._own_places = {part.cache_place for part in attention_modules(model)}
 
-    def check_rows(self, num_rows: int) -> None:
-        """Refuse a call of more or fewer rows than those of the text."""
-        if counts := {layer.num_rows for layer in self.layers if isinstance(layer, StatefulLayer)} - {0, num_rows}:
-            raise ValueError(
-                f"the cache holds {counts.pop()} rows, the call has {num_rows}; choose among those of the cache by its "
-                "batch_select_indices or batch_repeat_interleave, or give a new one"
-            )
-
-    def check_level(self) -> None:
-        """Refuse a cache whose layers have seen different tokens: an error ended a call between two of them."""
+    def check_call(self, config: Any, num_rows: int | None) -> None:
+        """Refuse another model, by sizes of its configuration, other rows, if known, and layers of different tokens."""
+        pairs = zip(_SIZES, self._sizes, self._sizes if config is None else _sizes(config), strict=True)
+        if differing := [f"{name} {size}, this one's is {other}" for name, size, other in pairs if size != other]:
+            raise ValueError(f"the cache was made for a model of {'; '.join(differing)}; make one for this model")
+        self.check_rows(num_rows)
         layers = [layer for place, layer in enumerate(self.layers) if place in self._own_places]
         counts = [layer.get_seq_length() for layer in layers if isinstance(layer, StatefulLayer | DynamicLayer)]
         if any(count != counts[0] for count in counts):
@@ -342,14 +348,10 @@ class TextCache(ForkedCache):
         super().crop(tokens_to_remove)
 
 
-def refuse_text_again(part: Any, args: Any, options: dict[str, Any]) -> None:
-    """Forward pre-hook of encoder-decoders, which tell attention no positions: use_cache=False beside a cache."""
-    text_cache = getattr(options.get("past_key_values"), "self_attention_cache", None)
-    if isinstance(text_cache, TextCache) and options.get("use_cache") is False:
-        raise ValueError(
-            f"{type(part).__name__} was given a cache and use_cache=False, by which generate gives it the whole text "
-            "again for each token; pass use_cache=True (model.generation_config has it too), or leave the cache out"
-        )
+def _sizes(config: Any) -> tuple[Any, ...]:
+    """The sizes of a text's decoder; a configuration of two stacks has its own names for them."""
+    text = config if hasattr(config, "decoder_layers") else config.get_text_config(decoder=True)
+    return tuple(getattr(text, name, None) for name in _SIZES)
 
 
 def forked(cache: CacheKind) -> CacheKind:
@@ -374,10 +376,3 @@ def cache_bytes(cache: Cache) -> int:
         return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
     leaves = pytree.tree_leaves([vars(layer) for layer in cache.layers])
     return sum({id(x): x.nbytes for x in leaves if isinstance(x, Tensor)}.values())
-
-
-def _alike(mask: Tensor | None, other: Tensor | None, num_tokens: int) -> bool:
-    """True if two masks (B, n) show the same of the first tokens; None hides none, columns that are missing all."""
-    masks = [x for x in (mask, other) if x is not None]
-    shown = [pad(x[:, :num_tokens].bool(), (0, max(num_tokens - x.shape[1], 0))) for x in masks]
-    return torch.equal(*shown) if len(shown) == 2 else all(bool(x.all()) for x in shown)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,12 +51,6 @@ class CachedTokens(int):
 
     number: int
     cache: BoundedCache
-
-    def __new__(cls, number: int, cache: BoundedCache) -> Self:
-        """A number that knows its cache."""
-        tokens = super().__new__(cls, number)
-        tokens.number, tokens.cache = number, cache
-        return tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,19 +145,22 @@ class AskedMask:
         if self.is_plain:
             return PlainMask(key_mask, is_causal=self.function is causal_mask_function)
         if torch.compiler.is_exporting():
-            return self._unread(num_keys, key_mask)
-        return _reduce_mask(self._shown(num_queries, num_keys, q_offset), key_mask)
-
-    def _unread(self, num_keys: int, key_mask: Tensor | None) -> Mask:
-        """A mask of pairs in a graph, where its sizes alone can be read: a window that holds all keys is none."""
-        if self.local_size is not None and num_keys < self.local_size:
-            for skips, is_causal in (("allow_is_causal_skip", True), ("allow_is_bidirectional_skip", False)):
-                if self.options.get(skips):
-                    return PlainMask(key_mask, is_causal=is_causal)
-        return (
-            "a mask that torch.export, which knows sizes alone, cannot read (give the model an attention_mask: a text "
-            "is then not looked at for packed sequences)"
-        )
+            # Sizes alone can be read: a window that holds all keys is none.
+            if self.local_size is not None and num_keys < self.local_size:
+                for skips, is_causal in (("allow_is_causal_skip", True), ("allow_is_bidirectional_skip", False)):
+                    if self.options.get(skips):
+                        return PlainMask(key_mask, is_causal=is_causal)
+            return (
+                "a mask that torch.export, which knows sizes alone, cannot read (give the model an attention_mask: a "
+                "text is then not looked at for packed sequences)"
+            )
+        allowed = self._shown(num_queries, num_keys, q_offset)
+        if bool(allowed.all()):
+            return PlainMask(key_mask, is_causal=False)
+        ones = torch.ones(allowed.shape[-2:], dtype=torch.bool, device=allowed.device)
+        if bool((allowed == ones.tril(num_keys - num_queries)).all()):
+            return PlainMask(key_mask, is_causal=True)
+        return "a mask that is neither causal nor full (a sliding window, chunks, packed sequences or a prefix)"
 
     def build(self, implementation: str | None, num_keys: int) -> Any:
         """The columns of the last keys, as another attention implementation's mask function makes them."""
@@ -255,8 +252,8 @@ class InterfaceCall:
         # Qwen 2 MoE writes 0 for none.
         return window is not None and window != 0 and (not isinstance(window, int) or window < num_keys)
 
-    def _refuse_options(self, name: str, num_keys: int, takes: Collection[str]) -> None:
-        """Refuse what the call asks for beyond q, k, v, a padding mask and causality, and perhaps sinks or caps."""
+    def read_mask(self, name: str, num_keys: int, *, takes: Collection[str] = ()) -> tuple[Tensor | None, bool]:
+        """Key padding, (B, Lk) bool or None, and causality, where that, and what it takes, is all a call asks for."""
         requests, dropout = inexpressible(self.options, takes), self.options.get("dropout")
         if self._exceeds_window(num_keys):
             requests.append(f"a sliding window of {self.options['sliding_window']} over {num_keys} keys")
@@ -271,10 +268,6 @@ class InterfaceCall:
             requests.append("the weights themselves (output_attentions=True)")
         if requests:
             raise ValueError(_refusal(name, ", ".join(dict.fromkeys(requests))))
-
-    def read_mask(self, name: str, num_keys: int, *, takes: Collection[str] = ()) -> tuple[Tensor | None, bool]:
-        """Key padding, (B, Lk) bool or None, and causality, where that is all a call asks for of so many keys."""
-        self._refuse_options(name, num_keys, takes)
         mask = self.mask.read(self.key.shape[-2]) if isinstance(self.mask, AskedMask) else self.mask
         if isinstance(mask, str):
             raise ValueError(_refusal(name, mask))
@@ -336,17 +329,6 @@ def surely_all(x: Tensor) -> bool:
     return not is_tracing(x) and bool(x.all())
 
 
-def _reduce_mask(allowed: Any, key_mask: Tensor | None) -> Mask:
-    """A mask of pairs, (B, 1, Lq, Lk) bool without the padding, as a plain one where it is, else refused."""
-    if bool(allowed.all()):
-        return PlainMask(key_mask, is_causal=False)
-    num_queries, num_keys = allowed.shape[-2:]
-    ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=allowed.device)
-    if bool((allowed == ones.tril(num_keys - num_queries)).all()):
-        return PlainMask(key_mask, is_causal=True)
-    return "a mask that is neither causal nor full (a sliding window, chunks, packed sequences or a prefix)"
-
-
 def ask_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **options: Any
 ) -> AskedMask:
@@ -358,8 +340,7 @@ def ask_mask(
     if isinstance(kv_offset, CachedTokens):
         # Compilers know plain numbers alone.
         cache, kv_offset = kv_offset.cache, kv_offset.number
-        cache.check_rows(batch_size)
-        cache.check_level()
+        cache.check_call(options.get("config"), batch_size)
         cache.check_mask(mask)
     # A static cache counts its tokens in place, before a mask is built.
     if isinstance(q_offset, Tensor):

@@ -1,22 +1,29 @@
 """How a linearized model attends: by what a module has installed, else as before; letters as in hf/__init__.py."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from linattn.hf._attention_modules import former_of, implementations, mark, parts_of, restore, switch_to, unmark
+from linattn.hf._attention_modules import (
+    former_of,
+    implementations,
+    mark,
+    parts_of,
+    put_before,
+    restore,
+    switch_to,
+    unmark,
+)
 from linattn.hf._bounded_layers import HandedKeys
-from linattn.hf._cache_layers import refuse_text_again
 from linattn.hf._calls import AnyMask, AskedMask, InterfaceCall, ask_mask, by_token, refuse_weights
 from linattn.hf._folders import save_linearized
 from linattn.hf.interception import NAME as INTERCEPTED
 from linattn.hf.layer_attention import ATTRIBUTE, Attending, LayerAttention, attention_of
-from linattn.hf.state_cache import EncoderDecoderStates, StateCache, StateLayer
+from linattn.hf.state_cache import EncoderDecoderStates, StateCache, StateLayer, refuse_text_again
 
 NAME = "linattn"
 UNDO = "linattn_undo"
@@ -49,24 +56,17 @@ def attend(
     attention = attention_of(module)
     if attention is None:
         return call.by_former()
-    with _weights_present(attention):
+    # Accelerate brings the tensors that it keeps elsewhere where a module is called, and parts of a map are not.
+    hooks: list[Any] = [(part, part._hf_hook) for part in attention.modules() if hasattr(part, "_hf_hook")]
+    for part, hook in hooks:
+        hook.pre_forward(part)
+    try:
         if layer is not None:
             return layer.attend(call), None
         key_mask, is_causal = call.read_mask(attention.module_name, key.shape[-2], takes=attention.takes)
         sinks = {} if call.sinks is None else {"sinks": call.sinks}
         out = attention(query, key, value, **call.scoring, key_mask=key_mask, is_causal=is_causal, **sinks)
         return by_token(out), None
-
-
-@contextmanager
-def _weights_present(attention: nn.Module) -> Iterator[None]:
-    """Have accelerate bring the tensors it keeps elsewhere: it does so where a module is called, and a map is not."""
-    # Those that offloading attaches to modules within.
-    hooks: list[Any] = [(part, part._hf_hook) for part in attention.modules() if hasattr(part, "_hf_hook")]
-    for part, hook in hooks:
-        hook.pre_forward(part)
-    try:
-        yield
     finally:
         for part, hook in hooks:
             hook.post_forward(part, None)
@@ -76,7 +76,9 @@ def install(model: PreTrainedModel, attentions: Sequence[Attending]) -> None:
     """Make these modules of a model attend by what was built for them and tried, and `generate` keep states."""
     # Nothing is changed before everything is built, and the switch undoes itself where a model refuses it.
     modules = [(part, name) for part, name in implementations(model) if isinstance(part, nn.Module)]
-    former = switch_to(model, NAME)
+    # Each configuration is to know what it named.
+    restore(former := switch_to(model, NAME))
+    put_before(model, NAME)
     for module, name in modules:
         setattr(module, _FORMER, name)
     for part, attention in attentions:
@@ -84,9 +86,10 @@ def install(model: PreTrainedModel, attentions: Sequence[Attending]) -> None:
     stateful = [part.module for part, _ in attentions if part.cache_place is not None]
     hooks = [module.register_forward_pre_hook(_offer, with_kwargs=True) for module in stateful]
     hooks += [module.register_forward_hook(_settle, with_kwargs=True) for module in stateful]
-    for model_part in parts_of(model):
-        checks = refuse_weights, refuse_text_again, _refuse_other_implementations, _cache_check(model_part)
-        hooks += [model_part.register_forward_pre_hook(check, with_kwargs=True) for check in checks]
+    for each in parts_of(model):
+        names = list(inspect.signature(each.forward).parameters)
+        checks = refuse_weights, refuse_text_again, partial(_check_call, names)
+        hooks += [each.register_forward_pre_hook(check, with_kwargs=True) for check in checks]
     if stateful and hasattr(type(model), _PREPARE):
         setattr(model, _PREPARE, partial(_prepare_states, model))
     setattr(model, _SAVE, partial(save_linearized, model))
@@ -111,19 +114,21 @@ def uninstall(model: PreTrainedModel) -> None:
     unmark(model)
 
 
-def _cache_check(part: PreTrainedModel) -> Callable[..., None]:
-    """A model's pre-hook that refuses a cache between two tokens, and a mask that changes its tokens."""
-    names = list(inspect.signature(part.forward).parameters)
+def _check_call(names: list[str], part: Any, args: Any, options: dict[str, Any]) -> None:
+    """Forward pre-hook of a model, by its arguments' names: refuse another attention function, or a cache's misuse."""
+    implementation = part.config._attn_implementation
+    if implementation not in (NAME, INTERCEPTED):
+        raise RuntimeError(
+            f"{type(part).__name__} is linearized, and its attention implementation was set to {implementation!r} "
+            "since, by which it would attend by softmax; call restore_(model) for that, or "
+            f"model.set_attn_implementation({NAME!r}) to attend as linearized"
+        )
+    arguments = {**dict(zip(names, args, strict=False)), **options}
     # Of a decoder's own tokens, where a model reads two texts.
-    name = "decoder_attention_mask" if "decoder_attention_mask" in names else "attention_mask"
-    return partial(_check_caches, name, names.index(name) if name in names else len(names))
-
-
-def _check_caches(mask_name: str, mask_place: int, part: nn.Module, args: Any, options: dict[str, Any]) -> None:
-    """Forward pre-hook of a model whose mask has a name and a place among its arguments."""
-    for argument in (*args, *options.values()):
+    side = "decoder_" if "decoder_attention_mask" in names else ""
+    for argument in arguments.values():
         cache = _of_text(argument)
-        if isinstance(argument, StateCache) and mask_name.startswith("decoder"):
+        if isinstance(argument, StateCache) and side:
             raise ValueError(
                 f"{type(part).__name__} reads two texts, and was given the cache of its decoder's alone; write "
                 "EncoderDecoderStates(StateCache(model), DynamicCache())"
@@ -134,21 +139,13 @@ def _check_caches(mask_name: str, mask_place: int, part: nn.Module, args: Any, o
                     f"{type(part).__name__} is in training mode with gradient checkpointing, in which transformers "
                     "fills no cache; call model.eval(), or leave the cache out (use_cache=False)"
                 )
-            cache.check_level()
-            mask = args[mask_place] if mask_place < len(args) else options.get(mask_name)
+            tokens = [arguments.get(f"{side}{name}") for name in ("input_ids", "inputs_embeds")]
+            # Some models read each of a text's codebooks in a row of its own.
+            is_split = hasattr(getattr(part.config, "decoder", part.config), "num_codebooks")
+            cache.check_call(part.config, None if is_split else next((len(x) for x in tokens if x is not None), None))
+            mask = arguments.get(f"{side}attention_mask")
             if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
                 cache.check_mask(mask)
-
-
-def _refuse_other_implementations(part: Any, args: Any, options: dict[str, Any]) -> None:
-    """Forward pre-hook of models: another attention function set after `linearize_` would pass it over in silence."""
-    implementation = part.config._attn_implementation
-    if implementation not in (NAME, INTERCEPTED):
-        raise RuntimeError(
-            f"{type(part).__name__} is linearized, and its attention implementation was set to {implementation!r} "
-            "since, by which it would attend by softmax; call restore_(model) for that, or "
-            f"model.set_attn_implementation({NAME!r}) to attend as linearized"
-        )
 
 
 def _of_text(cache: Any) -> Any:
@@ -156,13 +153,10 @@ def _of_text(cache: Any) -> Any:
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
-def _offer(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _offer(module: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook: the cache's layer, a keyword more; transformers passes attention functions no cache."""
     cache = _of_text(next((options[name] for name in CACHES if options.get(name) is not None), None))
-    place: Any = module.layer_idx
-    if isinstance(cache, StateCache) and place >= len(cache.layers):
-        raise ValueError(f"the cache has {len(cache.layers)} layers, too few for this model; give it one of its own")
-    layer = cache.layers[place] if isinstance(cache, StateCache) else None
+    layer = cache.layers[module.layer_idx] if isinstance(cache, StateCache) else None
     if not isinstance(layer, StateLayer):
         return args, options
     layer.expect()

@@ -6,7 +6,7 @@
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from hashlib import sha256
 from logging import ERROR
@@ -61,8 +61,10 @@ def save_linearized(model: PreTrainedModel, *args: Any, **options: Any) -> None:
 
 def write_files(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor] | None, **options: Any) -> None:
     """The files of a linearized model, checked first; without a `state` linear attention's weights are apart."""
-    record, tensors = describe_model(model, state or {})
     is_main = options.get("is_main_process", True)
+    # Of other ranks nothing is written, and they may hold any part.
+    _check_weights(model, state or {} if is_main else {})
+    record, tensors = describe_model(model, state or {})
     # What was there before is no linearized model from now on, and what is written is one from the last file on.
     for name in (RECORD, _INDEX) if is_main else ():
         (folder / name).unlink(missing_ok=True)
@@ -87,7 +89,6 @@ def describe_model(model: PreTrainedModel, state: Mapping[str, Tensor]) -> tuple
             f"{kind.__module__}.{kind.__qualname__} is no class that transformers exports, and from_pretrained finds "
             "classes there alone; save a model of transformers' own classes, for example the one inside"
         )
-    _check_weights(model)
     modules = list(attention_modules(model))
     layers, tensors = [], not_brought_back(model)
     for part in modules:
@@ -95,31 +96,32 @@ def describe_model(model: PreTrainedModel, state: Mapping[str, Tensor]) -> tuple
             layers.append(LayerRecord(part.number, part.name, describe_attention(attention)))
             tensors |= attention.state_dict(prefix=f"{part.name}.{ATTRIBUTE}.")
     tensors = {name: state.get(name, x) for name, x in tensors.items()}
-    _refuse_absent(model, {**softmax_state(model), **state}, tensors)
+    # Offloading leaves tensors without numbers behind; transformers itself brings those that its own offloading left.
+    is_brought = not {"cpu", "disk"}.isdisjoint(getattr(model, "hf_device_map", {}).values())
+    written = tensors if is_brought else {**softmax_state(model), **state, **tensors}
+    if absent := [name for name, x in written.items() if x.is_meta]:
+        raise ValueError(
+            f"{absent[0]} and {len(absent) - 1} more tensors of {kind.__name__} are on the meta device, as "
+            "accelerate offloads them; call accelerate.hooks.remove_hook_from_submodules(model), which brings them back"
+        )
     versions = linattn.__version__, torch.__version__, transformers.__version__
     name, dtype = kind.__name__, str(model.dtype).removeprefix("torch.")
     return ModelRecord(*versions, name, dtype, len(modules), tuple(layers), outlines(tensors)), tensors
 
 
-def _refuse_absent(model: PreTrainedModel, state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors without numbers, which offloading leaves behind, but those that transformers itself brings."""
-    is_brought = not {"cpu", "disk"}.isdisjoint(getattr(model, "hf_device_map", {}).values())
-    if absent := [name for name, x in (tensors if is_brought else {**state, **tensors}).items() if x.is_meta]:
-        raise ValueError(
-            f"{absent[0]} and {len(absent) - 1} more tensors of {type(model).__name__} are on the meta device, as "
-            "accelerate offloads them; call accelerate.hooks.remove_hook_from_submodules(model), which brings them back"
-        )
-
-
-def _check_weights(model: PreTrainedModel) -> None:
-    """Refuse weights that the model's class does not make of its configuration: a reader has no place for them."""
+def _check_weights(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
+    """Refuse weights, of a `state` if there is one, that the model's class does not make of its configuration."""
     with torch.device("meta"):
-        names = type(model)(deepcopy(model.config)).state_dict().keys()
-    held = softmax_state(model).keys()
-    if differing := sorted(names ^ held):
+        names = set(type(model)(deepcopy(model.config)).state_dict())
+    weights = model.state_dict()
+    names, held = names | (weights.keys() - softmax_state(model).keys()), (state or weights).keys()
+    # A reader ties weights again.
+    if differing := sorted((names ^ held) - model.all_tied_weights_keys.keys()):
         cure = "build it as its class does, or save the model that it is a part of"
         if held - names:
             cure = "merge adapters into it first (PEFT: merge_and_unload(), then save what that returns)"
+        if state:
+            cure = "give state_dict=model.state_dict() with nothing left out or added, or no state_dict; else, " + cure
         raise ValueError(
             f"the weights of {type(model).__name__} are not those of its configuration ({differing[0]!r} and "
             f"{len(differing) - 1} more differ), and no reader of a folder would find their place; {cure}"
@@ -186,7 +188,13 @@ def _loaded(kind: Any, path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel,
         with quiet():
             # In place of what config.json names, which was checked, and is none that transformers has.
             config = kind.config_class.from_pretrained(path, local_files_only=True, attn_implementation=None)
-            _check_size(kind, config, path)
+            with torch.device("meta"):
+                described = kind(config)
+            wanted = sum(x.numel() for x in (*described.parameters(), *described.buffers()))
+            held = sum((path / name).stat().st_size for name in _weight_files(path))
+            # No memory is taken for far more numbers: one may take half a byte in a file, and buffers are in none.
+            if wanted > 4 * held + _MOST_BUFFERED:
+                raise ValueError(f"config.json describes a model of {wanted} numbers, and the weights are {held} bytes")
             model, info = kind.from_pretrained(path, dtype=dtype, attn_implementation=None, **options)
     # Whatever a broken file makes any of its readers raise: the folder is at fault, and named.
     except Exception as error:
@@ -197,17 +205,6 @@ def _loaded(kind: Any, path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel,
     finally:
         logging.set_verbosity(shown)
     return model, info
-
-
-def _check_size(kind: Any, config: Any, path: Path) -> None:
-    """Refuse a configuration of a far larger model than the weights are of, before memory is taken for it."""
-    with torch.device("meta"):
-        model = kind(config)
-    wanted = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
-    held = sum((path / name).stat().st_size for name in _weight_files(path))
-    # A number may take half a byte in a file, and a model has buffers that no file holds.
-    if wanted > 4 * held + _MOST_BUFFERED:
-        raise ValueError(f"config.json describes a model of {wanted} numbers, and the weights are {held} bytes")
 
 
 def bring_back(model: PreTrainedModel, tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -241,23 +238,17 @@ def _check_config(path: Path) -> None:
     config = read_json(place, "configuration", REMEDY)
     if not isinstance(config, dict):
         raise ValueError(f"{place} is not a configuration: it holds no object; {REMEDY}")
-    for name, value in _entries(config):
-        if name.lstrip("_").removesuffix("_internal") in _ELSEWHERE and value not in _HARMLESS:
-            raise ValueError(
-                f"{place}: {name} is {value!r}, which would have transformers take code or files from elsewhere; "
-                f"remove it, or {REMEDY}"
-            )
-
-
-def _entries(config: Any) -> Iterator[tuple[str, Any]]:
-    """Every name and value in JSON, at any depth."""
-    pending = [config]
+    pending: list[Any] = [config]
     while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            yield from value.items()
-        if isinstance(value, dict | list):
-            pending.extend(value.values() if isinstance(value, dict) else value)
+        part = pending.pop()
+        for name, value in part.items() if isinstance(part, dict) else ():
+            if name.lstrip("_").removesuffix("_internal") in _ELSEWHERE and value not in _HARMLESS:
+                raise ValueError(
+                    f"{place}: {name} is {value!r}, which would have transformers take code or files from elsewhere; "
+                    f"remove it, or {REMEDY}"
+                )
+        if isinstance(part, dict | list):
+            pending.extend(part.values() if isinstance(part, dict) else part)
 
 
 def _digest(path: Path) -> str:

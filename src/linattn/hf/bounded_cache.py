@@ -6,15 +6,16 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedModel
 
-from linattn.hf._attention_modules import attention_modules, put_before, unwrapped
+from linattn.hf._attention_modules import attention_modules, parts_of, put_before, unwrapped
 from linattn.hf._bounded_layers import BoundedLayer
-from linattn.hf._cache_layers import TextCache, refuse_text_again
+from linattn.hf._cache_layers import TextCache
 from linattn.hf._calls import CachedTokens
 from linattn.hf._choosing import CachedLayer, cached_layers, refuse_intercepted
 from linattn.hf._dispatch import NAME
 from linattn.hf.interception import SWITCHING
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.layer_attention import attention_of
+from linattn.hf.state_cache import refuse_text_again
 from linattn.kv_cache import MergedKV
 from linattn.kv_cache.budget import BITS_BY_DEFAULT, RECALLS, Recall, Sizes, check_budget, kept_bytes, within_budget
 from linattn.kv_cache.config import Bits
@@ -81,13 +82,14 @@ class BoundedCache(TextCache):
     `crop` needs `activate_past_recording`, which assisted generation and prompt lookup call by themselves; a layer then
     holds two states, and queries, keys and values of a call's last 256 tokens, or of two wider windows, besides. An
     encoder-decoder takes it for its self-attention, `EncoderDecoderStates(BoundedCache(model), DynamicCache())`, and
-    has a forward pre-hook from then on that refuses use_cache=False beside it.
+    has forward pre-hooks from then on that refuse use_cache=False beside it, and an encoder's output of other sizes.
 
     Cost: three passes of a few tokens for the first cache of a model. A step takes O(window + num_merged) per head.
 
     Args:
         model: a causal transformers model whose layers use AttentionInterface, or a compiled or PEFT one around it.
-        budget: in exact keys and values, per layer and key/value head.
+        budget: in exact keys and values, per layer and key/value head, of the dtype that the model has now: a model
+            that is cast to one of more bytes refuses the cache.
         bits: of merged keys and values, 2 to 8 in halves, or two of these, of keys and of values; of the tokens that
             are not merged yet the newest have 2 more, 8 at most, and the next as many. None for 32 and no tiers.
         recall: "near" for the least median KL divergence; "middle" for more tokens one by one, in 4 bits; "far" for
@@ -139,7 +141,7 @@ class BoundedCache(TextCache):
             configs = _planned(model, bounded, Path(plan), budget)
         else:
             configs = {x.number: within_budget(budget, x.sizes, bits, recall=recall) for x in bounded if x.sizes}
-        super().__init__(model, {layer.place: BoundedLayer(layer.name, configs[layer.number]) for layer in bounded})
+        super().__init__(model, {x.place: BoundedLayer(x.name, configs[x.number], x.sizes) for x in bounded})
         self.report = tuple(
             BoundedLayerReport(x.number, x.name, configs.get(x.number), reasons[x.number], x.num_key_heads, x.sizes)
             for x in cached
@@ -148,15 +150,19 @@ class BoundedCache(TextCache):
         with SWITCHING:
             refuse_intercepted(model)
             put_before(model, NAME)
-            if model.config.is_encoder_decoder and refuse_text_again not in model._forward_pre_hooks.values():
-                model.register_forward_pre_hook(refuse_text_again, with_kwargs=True)
+            for part in parts_of(model) if model.config.is_encoder_decoder else ():
+                if refuse_text_again not in part._forward_pre_hooks.values():
+                    part.register_forward_pre_hook(refuse_text_again, with_kwargs=True)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Of a layer, said so that the mask knows its cache."""
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         # All masks of a call tell of it; that of full attention is enough.
-        is_sliding = getattr(self.layers[layer_idx], "is_sliding", False)
-        return length, offset if is_sliding else CachedTokens(offset, self)
+        if any(getattr(layer, "is_sliding", False) for layer in self.layers[layer_idx : layer_idx + 1]):
+            return length, offset
+        tokens = CachedTokens(offset)
+        tokens.number, tokens.cache = offset, self
+        return length, tokens
 
     def refuse_plain_keys(self, module: nn.Module) -> None:
         """Refuse to attend to new keys alone where a bounded layer should have had them."""

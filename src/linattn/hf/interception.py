@@ -266,7 +266,22 @@ def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Capture:
         output: Tensor = model(**inputs)[0]
     calls, rebuilt = recorded(model, inputs)
     of_output = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
-    _check_rebuilt(model, output, rebuilt, inputs.get(of_output))
+    padding, exact = inputs.get(of_output), output
+    # Padded positions, where the output has such, say nothing.
+    if padding is not None and exact.shape[: padding.ndim] == padding.shape:
+        exact, rebuilt = exact[padding.bool()], rebuilt[padding.bool()]
+    if not exact.isfinite().all():
+        raise RuntimeError(
+            f"{type(model).__name__} gives NaN or infinity, as such weights do; give another model, or dtype"
+        )
+    difference = float((rebuilt.double() - exact.double()).norm() / exact.double().norm())
+    allowed = torch.finfo(exact.dtype).eps ** 0.5
+    if not difference <= allowed:
+        raise RuntimeError(
+            f"exact attention on the recorded queries, keys and values of {type(model).__name__} differs from its own "
+            f"output by {difference:.1e} of its norm, more than {allowed:.1e}: its attention is more than "
+            "softmax(scale · q·k) v, and no figure measured on it would be right"
+        )
     names = {call.module_name for call in calls}
     windows = (part.name for part in attention_modules(model) if part.window is not None)
     return Capture(tuple(calls), output, tuple(name for name in windows if name not in names))
@@ -284,21 +299,3 @@ def recorded(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> tuple[list
 
     with torch.no_grad(), intercept(model, record):
         return calls, model(**inputs)[0]
-
-
-def _check_rebuilt(model: PreTrainedModel, output: Tensor, rebuilt: Tensor, padding: Tensor | None) -> None:
-    """Refuse a recording that does not explain the model; padded positions, where it has any, are left out."""
-    if padding is not None and output.shape[: padding.ndim] == padding.shape:
-        output, rebuilt = output[padding.bool()], rebuilt[padding.bool()]
-    if not output.isfinite().all():
-        raise RuntimeError(
-            f"{type(model).__name__} gives NaN or infinity, as such weights do; give another model, or dtype"
-        )
-    difference = float((rebuilt.double() - output.double()).norm() / output.double().norm())
-    allowed = torch.finfo(output.dtype).eps ** 0.5
-    if not difference <= allowed:
-        raise RuntimeError(
-            f"exact attention on the recorded queries, keys and values of {type(model).__name__} differs from its own "
-            f"output by {difference:.1e} of its norm, more than {allowed:.1e}: its attention is more than "
-            "softmax(scale · q·k) v, and no figure measured on it would be right"
-        )

@@ -93,11 +93,20 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             TypeError: another kind of cache.
             ValueError: embeddings, or weights asked for; a mask of single pairs, or one that changes earlier tokens;
-                shapes that do not fit.
+                shapes that do not fit, as labels of some tokens alone, or other rows than the cache's.
         """
         if input_ids is None or inputs_embeds is not None or output_attentions:
             raise ValueError("a LinearLM takes input_ids alone; leave out inputs_embeds and output_attentions")
-        cache = past_key_values
+        shape, cache = tuple(input_ids.shape), past_key_values
+        if len(shape) != 2 or input_ids.is_floating_point():
+            raise ValueError(f"input_ids must be integers of shape (B, L), got {shape} of {input_ids.dtype}")
+        if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep must be a number of tokens, or 0 for all, got {logits_to_keep!r}")
+        if labels is not None and (tuple(labels.shape) != shape or logits_to_keep):
+            raise ValueError(
+                f"labels must be (B, L) = {shape}, as the tokens, and beside all logits; got {tuple(labels.shape)} and "
+                f"logits_to_keep={logits_to_keep}; give labels of all tokens, -100 where one does not count"
+            )
         if cache is not None and not isinstance(cache, StreamCache):
             raise TypeError(
                 f"past_key_values must be a linattn.hf.StreamCache, got {type(cache).__name__}; or leave it out"
@@ -110,7 +119,16 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
         by_default = self.config.use_cache and not self.training and labels is None
         if cache is None and (by_default if use_cache is None else use_cache):
             cache = StreamCache(len(self.model.blocks))
-        key_mask = _key_mask(input_ids, attention_mask, cache)
+        mask_shape = shape if attention_mask is None else tuple(attention_mask.shape)
+        if len(mask_shape) != 2 or mask_shape[0] != shape[0] or mask_shape[1] < shape[1]:
+            raise ValueError(
+                f"attention_mask must be (B, n) with (B, L) = {shape} and n ≥ L, got {mask_shape}; a kernel masks "
+                "keys, not single pairs"
+            )
+        key_mask = None if attention_mask is None else attention_mask.bool()
+        key_mask = key_mask if cache is None else cache.checked_mask(key_mask, *shape)
+        # Without a mask softmax blocks need no (L, L) one either.
+        key_mask = None if key_mask is None or surely_all(key_mask[:, : shape[1]]) else key_mask[:, : shape[1]]
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states: list[Tensor] | None = [] if wants_states else None
         if cache is None:
@@ -207,21 +225,6 @@ class RedrawCallback(TrainerCallback):
         """One step of the optimiser is done."""
         assert self._schedule is not None
         self._schedule.step()
-
-
-def _key_mask(input_ids: Tensor, attention_mask: Tensor | None, cache: StreamCache | None) -> Tensor | None:
-    """The mask of these tokens, (B, L) bool, after those of a cache, held against these; None for no padding."""
-    batch, length = input_ids.shape
-    shape = (batch, length) if attention_mask is None else tuple(attention_mask.shape)
-    if len(shape) != 2 or shape[0] != batch or shape[1] < length:
-        raise ValueError(
-            f"attention_mask must be (B, n) with (B, L) = {(batch, length)} and n ≥ L, got {shape}; a "
-            "kernel masks keys, not single pairs"
-        )
-    mask = None if attention_mask is None else attention_mask.bool()
-    mask = cache.checked_mask(mask, length) if cache is not None else mask
-    # Without a mask softmax blocks need no (L, L) one either.
-    return None if mask is None or surely_all(mask[:, :length]) else mask[:, :length]
 
 
 AutoConfig.register(LinearLMConfig.model_type, LinearLMConfig, exist_ok=True)

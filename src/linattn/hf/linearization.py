@@ -195,8 +195,15 @@ def _methods(method: object) -> list[Method]:
     # A map is an nn.Module, which is callable.
     if callable(method) and not isinstance(method, FeatureMap):
         return []
-    several = method if isinstance(method, Sequence) and not isinstance(method, str) else [method]
-    return [_as_method(each) for each in several]
+    methods = []
+    for each in method if isinstance(method, Sequence) and not isinstance(method, str) else [method]:
+        if not isinstance(each, MergedKV | str):
+            raise TypeError(
+                f"method must be text, a MergedKV, one of these for each layer, or a function that builds a map from a "
+                f"head width, got {type(each).__name__}; write method=lambda head_dim: FavorPlus(head_dim, 256)"
+            )
+        methods.append(parse_method(each) if isinstance(each, str) else Method(None, merged=each))
+    return methods
 
 
 def choose_layers(
@@ -252,18 +259,6 @@ def _check_counts(method: object, window: object, num_layers: int, layers: list[
             )
     if window is not None and (isinstance(method, MergedKV | Sequence)):
         raise ValueError(f"{method!r} says its own window; leave window out, as in 'Expansion + window 16'")
-
-
-def _as_method(method: object) -> Method:
-    """A layer's method, read where it is in writing."""
-    if isinstance(method, MergedKV):
-        return Method(None, merged=method)
-    if isinstance(method, str):
-        return parse_method(method)
-    raise TypeError(
-        f"method must be text, a MergedKV, one of these for each layer, or a function that builds a map from a head "
-        f"width, got {type(method).__name__}; write method=lambda head_dim: FavorPlus(head_dim, 256)"
-    )
 
 
 def _attend_by_methods(

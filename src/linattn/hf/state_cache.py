@@ -5,6 +5,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor
 from transformers import EncoderDecoderCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
@@ -53,8 +54,9 @@ class StreamCache(ForkedCache):
         """Each block's stream; None before the first token."""
         return [layer.state for layer in self.layers if layer.state is not None] or None
 
-    def checked_mask(self, mask: Tensor | None, length: int) -> Tensor | None:
+    def checked_mask(self, mask: Tensor | None, num_rows: int, length: int) -> Tensor | None:
         """The mask (B, L) of new tokens, from one of all tokens, held against earlier ones, or of these alone."""
+        self.check_rows(num_rows)
         num_tokens = self.get_seq_length()
         if mask is not None and mask.shape[1] < num_tokens + length:
             earlier = mask.new_ones(len(mask), num_tokens) if self._live is None else self._live[:, :num_tokens]
@@ -200,3 +202,25 @@ class EncoderDecoderStates(EncoderDecoderCache):
 
     def check_dynamic_cache(self, method: str) -> None:
         """Nothing: linattn's caches have these methods too."""
+
+
+def refuse_text_again(part: Any, args: Any, options: dict[str, Any]) -> None:
+    """Forward pre-hook of encoder-decoders: no use_cache=False beside a cache, as they tell attention no positions."""
+    caches: Any = options.get("past_key_values")
+    if not isinstance(getattr(caches, "self_attention_cache", None), TextCache):
+        return
+    if options.get("use_cache") is False:
+        raise ValueError(
+            f"{type(part).__name__} was given a cache and use_cache=False, by which generate gives it the whole text "
+            "again for each token; pass use_cache=True (model.generation_config has it too), or leave the cache out"
+        )
+    outputs = options.get("encoder_outputs")
+    source = options.get("encoder_hidden_states") if outputs is None else outputs[0]
+    first = caches.cross_attention_cache.layers[:1]
+    held = [x.keys.shape[::2] for x in first if type(x) is DynamicLayer and x.get_seq_length() and x.keys is not None]
+    if source is not None and held not in ([], [source.shape[:2]]):
+        raise ValueError(
+            f"{type(part).__name__} was given an encoder's output of {tuple(source.shape[:2])} rows and tokens, and "
+            f"the cache holds the keys of one of {tuple(held[0])}, to which its text has attended; give that of the "
+            "earlier calls, or new caches"
+        )
