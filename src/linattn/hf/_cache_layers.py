@@ -281,7 +281,7 @@ class ForkedCache(Cache):
     @property
     def _rows(self) -> Any:
         """The numbers of the batch's rows; none before the first token."""
-        return torch.arange(max((x.num_rows for x in self.layers if isinstance(x, StatefulLayer)), default=0))
+        return torch.arange(max([x.num_rows for x in self.layers if isinstance(x, StatefulLayer)] or [0]))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given rows of the batch: numbers, counted from the end where they are negative, or a mask."""
