@@ -14,7 +14,7 @@ FAULTS = (
     Fault(
         "turn keys of another width",
         "positions/encodings.py",
-        "x.ndim != 4 or x.shape[-1] != head_dim",
+        "x.ndim != 4 or x.shape[-1] != (head_dim or query.shape[-1])",
         "x.ndim != 4",
         "tests/positions/test_rotary.py",
     ),

@@ -109,12 +109,12 @@ def token_positions(key_mask: Tensor, start: Tensor | int = 0) -> tuple[Tensor, 
     return first.unsqueeze(1) + seen - key_mask.long(), first + key_mask.sum(1)
 
 
-def checked_positions(query: Tensor, key: Tensor, positions: Tensor, head_dim: int) -> Tensor:
+def checked_positions(query: Tensor, key: Tensor, positions: Tensor, head_dim: int | None = None) -> Tensor:
     """Positions of the keys as (B or 1, 1, Lk), float64; what does not fit is refused."""
     check_dense(query=query, key=key, positions=positions)
     for name, x in (("query", query), ("key", key)):
-        if x.ndim != 4 or x.shape[-1] != head_dim:
-            raise ValueError(f"{name} must be (B, H, L, D={head_dim}), got {tuple(x.shape)}")
+        if x.ndim != 4 or x.shape[-1] != (head_dim or query.shape[-1]):
+            raise ValueError(f"{name} must be (B, H, L, D={head_dim or query.shape[-1]}), got {tuple(x.shape)}")
     if query.shape[2] > key.shape[2]:
         raise ValueError(
             f"positions are those of the keys, and of as many queries at their end, got {query.shape[2]} queries and "
@@ -160,7 +160,7 @@ def rotary(query: Tensor, key: Tensor, positions: Tensor, *, base: float = 10_00
 
     Source: Su et al. 2021 (arXiv 2104.09864), section 3.2; the layout of transformers' `apply_rotary_pos_emb`.
     """
-    at = checked_positions(query, key, positions, query.shape[-1])
+    at = checked_positions(query, key, positions)
     rates = _rates(query.shape[-1], base).to(query.device)
     return _rotated(query, at[..., at.shape[-1] - query.shape[2] :], rates), _rotated(key, at, rates)
 

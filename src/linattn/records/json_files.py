@@ -135,17 +135,10 @@ def _in_words(error: ErrorDetails, kind: type, values: Any) -> str:
         return f"there is no {path!r}{wanted * (len(steps) == 1)}"
     if error["type"] == "json_invalid":
         held = values.items() if isinstance(values, dict) else ()
-        broken = [name[:_SHOWN] for name, value in held if not _is_written(value)]
+        # Half of a surrogate pair, which no file can hold.
+        texts = [(name, json.dumps(value, ensure_ascii=False)) for name, value in held]
+        broken = [name[:_SHOWN] for name, text in texts if text.encode(errors="ignore").decode() != text]
         return f"{', '.join(broken)} must be text that can be written, got half a character" if broken else error["msg"]
     value = error["input"]
     shown = ascii(value)[:_SHOWN] if value is None or isinstance(value, str | int | float) else type(value).__name__
     return f"{path or 'it'} {error['msg'].replace('Input should', 'must')}, got {shown}{wanted * (not path)}"
-
-
-def _is_written(value: Any) -> bool:
-    """Whether texts in a value have no half of a surrogate pair, which no file can hold."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True

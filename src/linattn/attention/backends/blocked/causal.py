@@ -12,7 +12,7 @@ the sweep reaches it, so that memory does not grow with its number. Letters as i
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ from linattn.softmax.precision import LOG2_E
 
 # The sums are kept every so many blocks for the backward pass, which then folds each block in once more, not twice.
 SEGMENT = 16
-# A denominator may shrink to exp(-40), far above float32's smallest normal number, exp(-87).
-_MAX_JUMP = 40.0
+# A denominator may shrink to exp(-32), far above what features are 0 below, exp(-61) in float32.
+_MAX_JUMP = 32.0
 
 
 class JointRows:
@@ -57,6 +57,9 @@ class JointRows:
             apart = split_rows(self.cut(x, keys, values, state.m), values.shape[2], state.views())
         state.rescale(c)
         phi_k = keys.turned_relative_to(c)
+        if safe is not None and apart is not None and not bool(safe.any()):
+            state.fold_in(phi_k, values, keys.total)
+            return apart[0].flatten(0, 1), apart[1].flatten(0, 1), apart[2]
         sums = partial(self._sums, state, past=(phi_k.flatten(0, 1), values.flatten(0, 1)))
         num, den, reference = features.read_queries(self.map, x, self.keys.base(c), space, sums)
         state.fold_in(phi_k, values, keys.total)
@@ -141,9 +144,9 @@ class JointGradients(JointRows):
 
     keeps_features = True
 
-    def __init__(self, feature_map: FeatureMap, saved: Saved, span: int, at_once: int) -> None:
+    def __init__(self, feature_map: FeatureMap, saved: Saved, span: int) -> None:
         super().__init__(feature_map, saved.inputs, span)
-        self.back, self._saved = MapGradients(feature_map, saved.tensors, at_once=at_once), saved
+        self.back, self._saved = MapGradients(feature_map, saved.tensors, at_once=SEGMENT), saved
         self.of_bias = features.BiasGradient(saved.inputs.bias, saved.inputs.key.shape[1], wanted=saved.bias_grad)
 
     def pull(self, visit: BlockState, grad_S: Tensor, grad_z: Tensor, tokens: TokenGradients) -> tuple[Tensor, Tensor]:
@@ -160,7 +163,8 @@ class JointGradients(JointRows):
             cut = self.cut(x_q, self.keys.features(visit.block, m, visit.x, "split "), value, m)
             # Each part writes over grad S and grad z.
             apart = self._pull_apart(visit, rows, value, grad_S.clone(), grad_z.clone(), cut)
-            pulled = self._pull_joint(visit, rows, value, grad_S, grad_z).where(visit.safe, apart)
+            joint = self._pull_joint(visit, rows, value, grad_S, grad_z) if bool(visit.safe.any()) else apart
+            pulled = joint.where(visit.safe, apart)
         block, masked = visit.block, self.keys.masked(visit.block)
         self.of_bias.store(block, masked, pulled.keys.log)
         self.back.query(x_q, pulled.t, partial(features.store, tokens.query[..., block, :], None))
@@ -242,11 +246,8 @@ def forward(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalOut
 
 def sweep(feature_map: FeatureMap, inputs: Causal, span: int, checkpoints: Sums | None = None) -> tuple[Rows, Sums]:
     """Rows, and the sums after them; `checkpoints` is where those before every segment but the first are written."""
-    fold: JointRows | GroupedRows
-    if isinstance(feature_map, GroupedFeatureMap):
-        fold = GroupedRows(feature_map, inputs, span)
-    else:
-        fold = JointRows(feature_map, inputs, span)
+    kind: Any = GroupedRows if isinstance(feature_map, GroupedFeatureMap) else JointRows
+    fold: JointRows | GroupedRows = kind(feature_map, inputs, span)
     state, rows = Running(records.sums_of(inputs)), records.empty_rows(inputs.query, inputs.S)
     for index, block in enumerate(blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span)):
         if checkpoints is not None and index and index % SEGMENT == 0:
@@ -259,11 +260,8 @@ def sweep(feature_map: FeatureMap, inputs: Causal, span: int, checkpoints: Sums 
 def backward(feature_map: FeatureMap, saved: Saved, span: int = 0) -> Gradients:
     """Gradients of (query, key, value, S, z)."""
     inputs: Causal = saved.inputs
-    fold: JointGradients | GroupedGradients
-    if isinstance(feature_map, GroupedFeatureMap):
-        fold = GroupedGradients(feature_map, saved, span)
-    else:
-        fold = JointGradients(feature_map, saved, span, at_once=SEGMENT)
+    kind: Any = GroupedGradients if isinstance(feature_map, GroupedFeatureMap) else JointGradients
+    fold: JointGradients | GroupedGradients = kind(feature_map, saved, span)
     tokens = TokenGradients(*(x.new_empty(x.shape) for x in (inputs.query, inputs.key, inputs.value)))
     S, z = by_columns(saved.grads.S), saved.grads.z.clone(memory_format=torch.contiguous_format)
     cut = blocks(inputs.query, inputs.S.shape[2], is_causal=True, span=span)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.blocked.blocks import RISE, Workspace, exponential_, is_seen
+from linattn.attention.backends.blocked.blocks import RISE, Workspace, exponential_, is_seen, power_
 from linattn.attention.backends.blocked.records import Absorb, Causal, KeyGradients
 from linattn.attention.sums import lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
@@ -51,7 +51,7 @@ class Keys(NamedTuple):
             # The exponent is 0 unless the state holds keys of other biases; a pass over the features is spared.
             return self.linear if bool((c == 0).all()) else self.linear * exponential_(-c).unsqueeze(-2)
         if self.linear is None:
-            return (self.log - c.unsqueeze(-2)).exp2_()
+            return power_(self.log - c.unsqueeze(-2))
         weight = exponential_(self.log - c.unsqueeze(-2))
         if self.product is not None:
             groups = self.product.unflatten(-1, (weight.shape[-1], -1))
@@ -66,7 +66,7 @@ class Keys(NamedTuple):
         if self.base is None or self.log is None:
             return self.relative_to(c)
         is_relative = c is self.base.m and self.base.is_near
-        return (self.log if is_relative else self.log.sub_(self.base.units(c).unsqueeze(-2))).exp2_()
+        return power_(self.log if is_relative else self.log.sub_(self.base.units(c).unsqueeze(-2)))
 
     def gradients(self, c: Tensor, phi_k: Tensor, grad_phi: Tensor) -> KeyGradients:
         """From the gradient of φ(k)·exp(-c), which may be written over, to the map's; c is a constant."""
@@ -75,10 +75,10 @@ class Keys(NamedTuple):
         if self.log is None:
             return KeyGradients(grad_phi if bool((c == 0).all()) else grad_phi * exponential_(-c).unsqueeze(-2))
         if self.product is not None:
-            groups, weight = grad_phi.unflatten(-1, (c.shape[-1], -1)), (self.log - c.unsqueeze(-2)).exp_()
+            groups, weight = grad_phi.unflatten(-1, (c.shape[-1], -1)), exponential_(self.log - c.unsqueeze(-2))
             of_linear = (weight.unsqueeze(-2) @ groups).squeeze(-2)
             return KeyGradients(of_linear, (groups * phi_k.unflatten(-1, groups.shape[-2:])).sum(-1))
-        return KeyGradients(grad_phi * (self.log - c.unsqueeze(-2)).exp_(), (grad_phi * phi_k).sum(-1))
+        return KeyGradients(grad_phi * exponential_(self.log - c.unsqueeze(-2)), (grad_phi * phi_k).sum(-1))
 
 
 class Base(NamedTuple):
@@ -87,14 +87,15 @@ class Base(NamedTuple):
     m: Tensor  # of the sums, (B, H, R)
     power: Tensor  # the same of base 2, (B, H, 1, R)
     start: Tensor  # less the same, 0 where it is far from 0 or there is no key
-    is_near: bool  # whether it is nowhere far, as far as it may be looked at
+    near: Tensor  # heads in which it is nowhere far, (B, H, 1)
+    is_near: bool  # whether all are, as far as they may be looked at
 
     @classmethod
     def of(cls, m: Tensor) -> Base:
         """Make the base of sums of exponents m (B, H, M)."""
         power, is_far = (m * LOG2_E).unsqueeze(-2), m.abs() > _NEAR
-        is_near = is_seen(m) and not bool(is_far.any())
-        return cls(m, power, -power.masked_fill(is_far.unsqueeze(-2), 0), is_near)
+        near = ~is_far.any(-1, keepdim=True)
+        return cls(m, power, -power.masked_fill(is_far.unsqueeze(-2), 0), near, is_seen(m) and bool(near.all()))
 
     def units(self, exponent: Tensor) -> Tensor:
         """An exponent (B, H, R) of sums, of base 2 and relative."""
@@ -151,7 +152,7 @@ class KeyBlocks:
         if self._map.exponential:
             base, rows, exceeds = self.base(m), None if rise is None else rise * LOG2_E, None
             if base.is_near:
-                phi = self._map.write_key_powers(x, out, rows, base.start).exp2_()
+                phi = power_(self._map.write_key_powers(x, out, rows, base.start))
                 total = phi.sum(-2)
                 if not total.numel() or float(total.amax()) <= _MOST:
                     return Keys(None, None, None, base, phi, total)
@@ -187,34 +188,35 @@ def read_queries(
     if not feature_map.exponential:
         return *sums(feature_map.write_query(x, out).flatten(0, 1)), c.m.expand(x.shape[:-1])
     t = feature_map.write_query_powers(x, out, None, c.power)
-    if is_seen(t):
-        num, den = sums(t.exp2_().flatten(0, 1))
+    if is_seen(t) and (c.is_near or bool(c.near.any())):  # far from 0 no denominator is in range
+        num, den = sums(power_(t).flatten(0, 1))
         least, most = _DENOMINATORS
-        if not den.numel() or (least <= (extremes := den.aminmax()).min.item() and extremes.max.item() <= most):
+        fits = not den.numel() or (least <= (extremes := den.aminmax()).min.item() and extremes.max.item() <= most)
+        if fits and c.is_near:
             return num, den, None
-        near = ((den >= least) & (den <= most)).view(t.shape[:-1])
+        near = ((den >= least) & (den <= most)).view(t.shape[:-1]) & c.near
         t = feature_map.write_query_powers(x, out, None, c.power)
     reference = t.amax(-1).mul_(1 / LOG2_E)
     reference = reference if near is None else reference.masked_fill_(near, 0)
-    return *sums(t.sub_((reference * LOG2_E).unsqueeze(-1)).exp2_().flatten(0, 1)), reference
+    return *sums(power_(t.sub_((reference * LOG2_E).unsqueeze(-1))).flatten(0, 1)), reference
 
 
 def repeated_query_features(feature_map: FeatureMap, x: Tensor, c: Base, reference: Tensor, space: Workspace) -> Tensor:
     """Features of queries relative to c, given the exponents (B, H, n) of rows; infinite ones make features 0."""
     t = query_block(feature_map, x, space, c.power)
     if not feature_map.exponential:
-        return t * (c.m.unsqueeze(-2) - reference.unsqueeze(-1)).exp_()
+        return t * exponential_(c.m.unsqueeze(-2) - reference.unsqueeze(-1))
     # As the rows' denominators were made, to the bit: shifted where they were.
     if not is_seen(t) or bool(reference.any()):
         t.sub_((reference * LOG2_E).unsqueeze(-1))
-    return t.exp2_()
+    return power_(t)
 
 
 def query_gradient(grad_phi: Tensor, phi_q: Tensor, c: Tensor, reference: Tensor, exponential: bool) -> Tensor:
     """From the gradient of the normalised features to that of what `query` returned, written over it."""
     if exponential:
         return grad_phi.mul_(phi_q)
-    return grad_phi.mul_((c.unsqueeze(-2) - reference.unsqueeze(-1)).exp_())
+    return grad_phi.mul_(exponential_(c.unsqueeze(-2) - reference.unsqueeze(-1)))
 
 
 class BiasGradient:

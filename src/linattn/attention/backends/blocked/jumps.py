@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from linattn.attention.backends.blocked.blocks import exponential_, power_
 from linattn.attention.backends.blocked.features import Base, Keys, query_gradient
 from linattn.attention.backends.blocked.records import KeyGradients
 from linattn.attention.sums import Sums
@@ -78,12 +79,12 @@ class Split(NamedTuple):
             return t, c.expand(t.shape[:-1])
         shifted = t + c.unsqueeze(-2)
         reference = shifted.amax(-1, keepdim=True)
-        return shifted.sub_(reference).exp2_(), reference.squeeze(-1)
+        return power_(shifted.sub_(reference)), reference.squeeze(-1)
 
     def repeated_query_features(self, t: Tensor, c: Tensor, reference: Tensor) -> Tensor:
         """Features of queries relative to c, given the exponents of rows."""
         c, rows = c.unsqueeze(-2), reference.unsqueeze(-1)
-        return t * (c - rows).exp_() if self.base is None else (t + c).sub_(rows).exp2_()
+        return t * exponential_(c - rows) if self.base is None else power_((t + c).sub_(rows))
 
 
 def split(t: Tensor, keys: Keys, value: Tensor, groups: int, span: int) -> Split:
@@ -99,7 +100,7 @@ def split(t: Tensor, keys: Keys, value: Tensor, groups: int, span: int) -> Split
 def split_rows(block: Split, length: int, before: Sums) -> tuple[Tensor, Tensor, Tensor]:
     """Num (B, H, G·n, Dv) and den (…, 1) over the state and the block's past, and their exponents (B, H, G·n)."""
     groups, shape = block.t.shape[2], block.t.shape[2:4]
-    m, exp_ = (before.m, torch.exp_) if block.base is None else (block.base.units(before.m), torch.exp2_)
+    m, exp_ = (before.m, exponential_) if block.base is None else (block.base.units(before.m), power_)
     phi_q, reference = block.query_features(block.t.flatten(2, 3), m)
     rows = phi_q @ torch.cat((before.S, before.z.unsqueeze(-1)), -1)
     rows, reference = rows.unflatten(2, shape), reference.unflatten(2, shape).clone()
