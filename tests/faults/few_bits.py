@@ -63,10 +63,14 @@ FAULTS = (
         STREAMS,
     ),
     Fault(
-        "keep frames that a text has moved away from", TIER, "(has_moved & (count", "(has_moved & (0 * count", MOVING
+        "keep frames that a text has moved away from",
+        TIER,
+        "(far[0] | far[1]) & (count",
+        "(far[0] | far[1]) & (0 * count",
+        MOVING,
     ),
-    Fault("cut what outgrows its frames", TIER, " & ~((size > LARGEST) & (size < torch.inf))", "", MOVING),
-    Fault("take frames of what is no number", TIER, "(size < torch.inf)", "(size > 0)", MOVING),
+    Fault("cut what outgrows its frames", TIER, " & ~((sizes > LARGEST) & (sizes < torch.inf)).any(0)", "", MOVING),
+    Fault("take frames of what is no number", TIER, "(sizes < torch.inf)", "(sizes > 0)", MOVING),
     Fault(
         "take frames anew of heads whose texts stay",
         TIER,
@@ -84,8 +88,8 @@ FAULTS = (
     Fault(
         "give padding's frame to the text after it",
         TIER,
-        "decoded(), (bias != -torch.inf).any(-1)",
-        "decoded(), (bias == bias).any(-1)",
+        "fits = (bias != -torch.inf).any(-1)",
+        "fits = (bias == bias).any(-1)",
         STREAMS,
     ),
     Fault(

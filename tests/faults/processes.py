@@ -12,8 +12,8 @@ FAULTS = (
     Fault(
         "take each process's own number for the first's",
         "processes/group.py",
-        "        dist.broadcast(held, src=0)\n        return held.item()",
-        "        return held.item()",
+        "        dist.broadcast_object_list(held, src=0)\n        return held[0]",
+        "        return held[0]",
         GROUP,
     ),
     Fault(

@@ -18,7 +18,7 @@ def shared_out(mesh, count):
     found = processes.each(range(count), lambda item: did.append(item) or item * item)
     x = torch.tensor([float(processes.rank)])
     processes.average_([x])
-    first = processes.first_does(lambda: processes.rank), processes.number_from_first(processes.rank + 0.1)
+    first = processes.first_does(lambda: processes.rank), processes.from_first(processes.rank + 0.1)
     return did, found, first, x.item()
 
 

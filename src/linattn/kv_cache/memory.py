@@ -24,8 +24,7 @@ from linattn.softmax.weighted import Reading, Scoring, read
 
 # Times the tokens of the first frames of which they are taken once more: what the first are of says less of a text.
 _AGAIN = 3
-# Tokens of a tier whose mean is looked at: where it is further from the frames' than they are spread, most of a row's
-# size is that distance, and a row is rounded by its size.
+# Tokens of a tier that are looked at: a row is rounded by its size, of which their mean's distance may be most.
 _LOOKED = 64
 
 Held = Tokens | CodedTokens
@@ -77,7 +76,8 @@ class Tier(NamedTuple):
         """Tokens in place of what is here: codes where they are too many for numbers."""
         if size.bits is None or tokens.bias.shape[2] <= size.num_unquantized(tokens.bias.element_size()):
             return self._replace(held=tokens, followed=None)
-        held, followed = self._rounded(tokens, Frames.of(tokens, size.both_bits, sample.power), size)
+        frames = Frames.of(tokens, size.both_bits, sample.power)
+        held, followed = self._rounded(frames.inside(tokens), frames, size)
         return self._replace(held=held, followed=followed)
 
     def cut(self, start: int, stop: int) -> Self:
@@ -106,46 +106,55 @@ class Tier(NamedTuple):
             return torch.where(fits.view(*fits.shape, *[1] * (x.ndim - 2)), x, anew)
 
         assert isinstance(self.held, CodedTokens)
-        fits, (more, followed) = self._fits(tokens), self._rounded(tokens, self.held.frames, size)
+        exact = self.held.frames.inside(tokens)
+        fits, (more, followed) = self._fits(exact), self._rounded(exact, self.held.frames, size)
         held = self.held.then(more)
         if self.followed or followed:
             followed = self._numbers().then(followed or more.decoded(in_compiled_code=self.in_compiled_code))
         if not has_values(fits) or not bool(fits.all()):
             every = self.tokens().then(tokens)
-            anew, numbers = self._rounded(every, Frames.of(every, size.both_bits, sample.power), size)
+            frames = Frames.of(every, size.both_bits, sample.power)
+            anew, numbers = self._rounded(frames.inside(every), frames, size)
             held = CodedTokens.from_leaves(map(by_head, held.leaves(), anew.leaves()))
             followed = followed and numbers and Tokens(*map(by_head, followed, numbers))
         return self._replace(held=held, followed=followed)
 
-    def _fits(self, tokens: Tokens) -> Tensor:
+    def _fits(self, exact: Tokens) -> Tensor:
         """Whether heads (B, H) have tokens, in whose frames codes reach more, and from which theirs have not moved."""
         assert isinstance(self.held, CodedTokens)
-        bias, step = self.held.bias, max(self.number // _LOOKED, 1)
-        place = torch.arange(0, self.number, step, device=bias.device).expand(*bias.shape[:2], -1)
-        some, fits = self.held.at(place, bias.gather(-1, place)).decoded(), (bias != -torch.inf).any(-1)
-        there = (some.bias != -torch.inf).to(bias.dtype)
-        count = there.sum(-1)
-        share = (there / count.clamp(min=1).unsqueeze(-1)).unsqueeze(2)
-        for x, more in zip(some[:2], self.held.frames.inside(tokens)[:2], strict=True):
-            mean, size = share @ x, torch.linalg.vector_norm(more, dim=-1).amax(-1)
-            has_moved = mean.square().sum((2, 3)) > (share @ (x - mean).square()).sum((2, 3))
-            # A few may be alike by chance, and in what is no number there is nothing to be taken anew of.
-            fits = fits & ~(has_moved & (count >= _LOOKED // 4)) & ~((size > LARGEST) & (size < torch.inf))
+        bias, moved = self.held.bias, _have_moved(exact)
+        sizes = torch.stack([torch.linalg.vector_norm(x, dim=-1).amax(-1) for x in exact[:2]])
+        # In what is no number there is nothing to be taken anew of.
+        fits = (bias != -torch.inf).any(-1) & ~((sizes > LARGEST) & (sizes < torch.inf)).any(0)
+        if not has_values(moved) or bool(moved.any()):
+            # A few new ones may be alike by chance.
+            place = torch.arange(0, self.number, max(self.number // _LOOKED, 1), device=bias.device)
+            place = place.expand(*bias.shape[:2], -1)
+            fits = fits & ~(moved & _have_moved(self.held.at(place, bias.gather(-1, place)).decoded(), _LOOKED // 4))
         return fits
 
-    def _rounded(self, tokens: Tokens, frames: Frames, size: TierSize) -> tuple[CodedTokens, Tokens | None]:
+    def _rounded(self, exact: Tokens, frames: Frames, size: TierSize) -> tuple[CodedTokens, Tokens | None]:
         """Codes, and what they stand for where gradients follow it: for them rounding adds a constant."""
-        exact = frames.inside(tokens)
         held = CodedTokens.of(exact, frames, size.both_bits, in_compiled_code=self.in_compiled_code)
         if not is_followed(*exact[:2]):
             return held, None
         key, value = (x + (y - x).detach() for x, y in zip(exact[:2], held.decoded()[:2], strict=True))
-        return held, Tokens(key, value, tokens.bias)
+        return held, Tokens(key, value, exact.bias)
 
     def _numbers(self) -> Tokens:
         """Decode, relative to the frames, where gradients do not follow numbers already."""
         assert isinstance(self.held, CodedTokens)
         return self.followed or self.held.decoded(in_compiled_code=self.in_compiled_code)
+
+
+def _have_moved(tokens: Tokens, least: int = 1) -> Tensor:
+    """Heads (B, H) of whose tokens, relative to their frames, the mean is further away than they are spread."""
+    there = (tokens.bias != -torch.inf).to(tokens.bias.dtype)
+    count = there.sum(-1)
+    share = (there / count.clamp(min=1).unsqueeze(-1)).unsqueeze(2)
+    pairs = [(x, share @ x) for x in tokens[:2]]
+    far = [mean.square().sum((2, 3)) > (share @ (x - mean).square()).sum((2, 3)) for x, mean in pairs]
+    return (far[0] | far[1]) & (count >= least)
 
 
 class Memory(NamedTuple):

@@ -70,14 +70,6 @@ class Processes:
         dist.broadcast_object_list(held, src=0)
         return held[0]
 
-    def number_from_first(self, value: float) -> float:
-        """A number of the first process: one broadcast of 8 bytes, where `from_first` makes two and pickles."""
-        if self.size == 1:
-            return value
-        held = torch.tensor(value, dtype=torch.float64)
-        dist.broadcast(held, src=0)
-        return held.item()
-
     def first_does(self, do: Callable[[], T]) -> T:
         """Call a function on the first process and return its result on all, which wait; its error is raised on all."""
         result, error = _tried(do) if self.is_first else (None, None)

@@ -135,7 +135,6 @@ def _in_words(error: ErrorDetails, kind: type, values: Any) -> str:
         return f"there is no {path!r}{wanted * (len(steps) == 1)}"
     if error["type"] == "json_invalid":
         held = values.items() if isinstance(values, dict) else ()
-        # Half of a surrogate pair, which no file can hold.
         texts = [(name, json.dumps(value, ensure_ascii=False)) for name, value in held]
         broken = [name[:_SHOWN] for name, text in texts if text.encode(errors="ignore").decode() != text]
         return f"{', '.join(broken)} must be text that can be written, got half a character" if broken else error["msg"]

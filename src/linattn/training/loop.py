@@ -171,7 +171,7 @@ class _Run:
         looked = saved = reached = self.progress
         took = 0.0
         # Whether anything is pressed is the first process's to say.
-        while not self._processes.number_from_first(len(pressed)) and budget.share(reached) < 1:
+        while not self._processes.from_first(len(pressed)) and budget.share(reached) < 1:
             self._timed(self._step)
             is_look_due = budget.is_look_due(self.progress, looked, took=took)
             if is_look_due:
@@ -195,7 +195,7 @@ class _Run:
         """Do something, and count its time, as the first process has it: what follows depends on it."""
         start = time.perf_counter()
         do()
-        seconds = self._processes.number_from_first(self.progress.seconds + time.perf_counter() - start)
+        seconds = self._processes.from_first(self.progress.seconds + time.perf_counter() - start)
         self.progress = replace(self.progress, seconds=seconds)
 
     def _step(self) -> None:
@@ -232,7 +232,7 @@ class _Run:
 
     def _look(self) -> None:
         """The validation loss; the best weights are kept."""
-        loss = self._processes.number_from_first(self._training.validate())
+        loss = self._processes.from_first(self._training.validate())
         if loss < self.progress.best:
             self.best = _tensors(self._training.model)
         self.progress = replace(self.progress, loss=loss, best=min(self.progress.best, loss))
