@@ -15,6 +15,13 @@ FAULTS = (
         "tests/laws/test_subnormal.py",
     ),
     Fault(
+        "leave out features that count",
+        BLOCKED + "blocks.py",
+        "small_power(x.dtype, 0.7)",
+        "small_power(x.dtype, 0.3)",
+        "tests/laws/test_causality.py",
+    ),
+    Fault(
         "add an epsilon to the denominator",
         BLOCKED + "records.py",
         "    den.copy_(total.squeeze(-1))",

@@ -72,6 +72,13 @@ FAULTS = (
     Fault("cut what outgrows its frames", TIER, " & ~((sizes > LARGEST) & (sizes < torch.inf)).any(0)", "", MOVING),
     Fault("take frames of what is no number", TIER, "(sizes < torch.inf)", "(sizes > 0)", MOVING),
     Fault(
+        "take frames anew for a few tokens that are alike",
+        TIER,
+        "moved & _have_moved(self.held.at(place, bias.gather(-1, place)).decoded(), _LOOKED // 4)",
+        "moved",
+        MOVING,
+    ),
+    Fault(
         "take frames anew of heads whose texts stay",
         TIER,
         "return torch.where(fits.view(*fits.shape, *[1] * (x.ndim - 2)), x, anew)",

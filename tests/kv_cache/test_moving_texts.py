@@ -98,6 +98,15 @@ def test_a_stream_may_be_cut_anywhere(change: str, config: MergedKV) -> None:
             torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
 
 
+def test_a_few_tokens_that_are_alike_leave_the_frames() -> None:
+    """A block of them is far from the frames for what it is spread; the tier is not."""
+    query, key, value = qkv(**SIZES)
+    key[:, :, 800:816], value[:, :, 800:816] = 3.0, 3.0
+    before, after = (streamed(tuple(x[:, :, :end] for x in (query, key, value)), CONFIG, [])[1] for end in (780, 880))
+    for x, y in zip(*(pytree.tree_leaves(state.keys.coded[0].frames) for state in (before, after)), strict=True):
+        assert torch.equal(x, y)
+
+
 def test_each_head_takes_frames_by_its_own_tokens() -> None:
     """A head beside one that moves, and a row beside such, keep their codes as they are without it."""
     tokens, still = given("turns"), qkv(**SIZES)
