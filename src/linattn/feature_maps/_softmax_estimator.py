@@ -95,10 +95,11 @@ class ExponentialEstimator(SoftmaxEstimator):
 
     def _shifted_(self, exponents: Tensor, x: Tensor, weights: Tensor) -> Tensor:
         """W·x̃ - |x̃|²/2 + b, written over W·x̃."""
-        return exponents.sub_(self._half_square(x, -self._constant()))
+        exponents, constants = exponents.sub_(self._half_square(x, -self._constant())), self._own_constants(weights)
+        return exponents if constants is None else exponents.add_(constants)
 
     def _own_constants(self, weights: Tensor) -> Tensor | None:
-        """The part of b that differs between features, (1, R) or (H, 1, R) in float64; None for nothing."""
+        """The part of b that differs between features, (1, R) or (H, 1, R) in the weights' dtype; None for nothing."""
         return None
 
     def _constant(self) -> float:

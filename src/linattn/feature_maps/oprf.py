@@ -104,15 +104,9 @@ class Oprf(ExponentialEstimator, FittedMap):
         self._set_mean_square(max(0.0, self.scale * float(mean_square)))
         return self
 
-    def _shifted_(self, exponents: Tensor, x: Tensor, weights: Tensor) -> Tensor:
-        """W·x̃ - |x̃|²/2 + b, written over W·x̃; and A|w|² where lengths differ."""
-        # D·R operations, nothing beside the product with x.
-        constants = self._own_constants(weights)
-        exponents = super()._shifted_(exponents, x, weights)
-        return exponents if constants is None else exponents.add_(constants)
-
     def _own_constants(self, weights: Tensor) -> Tensor | None:
         """A|w|² from the weights √(scale·(1 - 4A))·w, where lengths differ."""
+        # D·R operations, nothing beside the product with x.
         share = self.tilt / (self.scale * (1 - 4 * self.tilt))
         return None if self.lengths == "fixed" else weights.square().sum(-2, keepdim=True) * share
 

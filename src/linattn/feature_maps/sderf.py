@@ -113,12 +113,6 @@ class Sderf(ExponentialEstimator, FittedMap):
         relative = torch.expm1(constant[..., None, None] + self.scale * between) / self.num_rows
         return relative * self.kernel(q, k).square()
 
-    def _shifted_(self, exponents: Tensor, x: Tensor, weights: Tensor) -> Tensor:
-        """W·x̃ - |x̃|²/2 + b, written over W·x̃; and wᵀA w + ¼·log det(I - 4A)."""
-        swapped = self._prepared_from is not self.projection
-        constants = self._own_constants(weights).to(x.dtype) if swapped else self._constants[x.dtype][0]
-        return super()._shifted_(exponents, x, weights).add_(constants)
-
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The input in float32 or float64, and the weights in its dtype; refuses other heads than those of S."""
         self._fitted()
@@ -126,6 +120,12 @@ class Sderf(ExponentialEstimator, FittedMap):
         return super()._operands(x)
 
     def _own_constants(self, weights: Tensor) -> Tensor:
+        """wᵀA w + ¼·log det(I - 4A), computed anew where W was swapped for one call."""
+        if self._tilt is not None and self._prepared_from is self.projection:
+            return self._constants[weights.dtype][0]
+        return self._row_constants().to(weights.dtype)
+
+    def _row_constants(self) -> Tensor:
         """wᵀA w + ¼·log det(I - 4A) of each row, (1, R) or (Hkv, 1, R)."""
         quadratic = ((self.projection @ self.tilt) * self.projection).sum(-1)
         return torch.unsqueeze(quadratic + torch.linalg.slogdet(self._stretch)[1].unsqueeze(-1) / 2, -2)
@@ -139,7 +139,7 @@ class Sderf(ExponentialEstimator, FittedMap):
         super()._prepare()
         if self._tilt is not None:
             with torch.inference_mode(False), torch.no_grad():
-                self._constants = in_both_dtypes(self._own_constants(self.projection))
+                self._constants = in_both_dtypes(self._row_constants())
 
     def _check_fitted(self, *tensors: Tensor) -> None:
         """Refuse second moments of another shape or of other heads, and what is none."""
