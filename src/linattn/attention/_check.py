@@ -35,23 +35,28 @@ def check_map(feature_map: object) -> None:
         )
 
 
+def check_heads(feature_map: FeatureMap, head_dim: int, num_kv_heads: int) -> None:
+    """Refuse a map that was built for heads of another width, or for another number of them."""
+    if feature_map.head_dim != head_dim:
+        raise ValueError(
+            f"the feature map was built for head_dim={feature_map.head_dim}, got heads of width {head_dim}; build it "
+            f"with head_dim={head_dim}"
+        )
+    num_heads = getattr(feature_map, "num_heads", None)
+    if num_heads is not None and num_heads != num_kv_heads:
+        raise ValueError(
+            f"the feature map holds one set of parameters for each of {num_heads} key/value heads, got {num_kv_heads} "
+            f"heads; build it with num_heads={num_kv_heads}, or num_heads=None to share one set"
+        )
+
+
 def checked_for(
     feature_map: FeatureMap, tokens: Qkv, key_mask: Tensor | None, key_bias: Tensor | None, *, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`linattn.softmax.checking.checked`, and what is no map, or was not built for these tensors, refused."""
     check_map(feature_map)
     query, key, value, bias = checked(tokens, key_mask, key_bias, enable_gqa=enable_gqa)
-    if query.shape[-1] != feature_map.head_dim:
-        raise ValueError(
-            f"the feature map was built for head_dim={feature_map.head_dim}, got queries and keys of width "
-            f"{query.shape[-1]}; build it with head_dim={query.shape[-1]}"
-        )
-    heads = getattr(feature_map, "num_heads", None)
-    if heads is not None and heads != key.shape[1]:
-        raise ValueError(
-            f"the feature map holds one set of parameters for each of {heads} key/value heads, got {key.shape[1]} "
-            f"heads; build it with num_heads={key.shape[1]}, or num_heads=None to share one set"
-        )
+    check_heads(feature_map, query.shape[-1], key.shape[1])
     _, held = next(named_tensors(feature_map), (None, query))
     if held.device != query.device:
         raise ValueError(f"the feature map is on {held.device}, the tensors on {query.device}; call feature_map.to(…)")

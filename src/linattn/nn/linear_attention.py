@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.attention import State, linear_attention, linear_attention_with_state
-from linattn.attention._check import check_map
+from linattn.attention._check import check_heads, check_map
 from linattn.attention.window import check_window
 from linattn.feature_maps import FeatureMap
 from linattn.nn.attention import Attention, Heads, QkNorm
@@ -89,18 +89,8 @@ class LinearAttention(Attention):
             dtype=dtype,
         )  # fmt: skip
         check_map(feature_map)
-        if positions is None and feature_map.head_dim != self.head_dim:
-            raise ValueError(
-                f"the feature map was built for head_dim={feature_map.head_dim}, the layer has heads of width "
-                f"{self.head_dim}; build the map with head_dim={self.head_dim}"
-            )
-        heads = getattr(feature_map, "num_heads", None)
-        if heads is not None and heads != self.num_kv_heads:
-            raise ValueError(
-                f"the feature map holds parameters for each of {heads} key/value heads, the layer has "
-                f"{self.num_kv_heads}; build the map with num_heads={self.num_kv_heads}, or None to share one set"
-            )
-        bound = feature_map if self.positions is None else self.positions.bind(feature_map)
+        bound = feature_map if positions is None else positions.bind(feature_map)
+        check_heads(bound, self.head_dim if positions is None else positions.encoded_dim, self.num_kv_heads)
         self.feature_map = bound if device is None else bound.to(device)
         if window is not None:
             check_window(window, bound, 1, 1, is_causal=is_causal)
