@@ -23,6 +23,9 @@ from linattn.softmax.tokens import Restored, register
 from linattn.softmax.tracing import outside_inference
 from linattn.softmax.weighted import attend_to_all
 
+WeighedKeys = tuple[Tensor, Tensor, Tensor | None]
+"""Keys, values and the keys' biases."""
+
 
 @dataclass(frozen=True, eq=False)
 class State(Restored):
@@ -125,7 +128,7 @@ class State(Restored):
             )
         check_continues(self, key, value, feature_map, None)
         near, bias, apart = relative_to(self, bias, key.shape[2])
-        return near._absorbed(feature_map, key, value, bias, apart)
+        return near.with_keys(feature_map, (key, value, bias), apart)
 
     def flush(self, feature_map: FeatureMap) -> State:
         """The state with the keys of its window in the sums too, hence one that merges; O(w·R·(D + Dv)).
@@ -138,7 +141,7 @@ class State(Restored):
         check_map(feature_map)
         self.check_built_with(feature_map)
         self.check_tensors(feature_map, feature_map.head_dim)
-        return self._absorbed(feature_map, *self.window.tokens(), self.apart)
+        return self.with_keys(feature_map, self.window.tokens(), self.apart)
 
     def decay(self, log_factor: float | Tensor) -> State:
         """The state with all its keys' weights times exp(log_factor); O(R·Dv), a shift of m, hence without underflow.
@@ -321,13 +324,14 @@ class State(Restored):
         if torch.compiler.is_compiling() or self._fits is None or head_dim not in (None, self._fits):
             check_tensors(self, feature_map, head_dim)
 
-    def _absorbed(
-        self, feature_map: FeatureMap, key: Tensor, value: Tensor, bias: Tensor | None, apart: Tensor | None
+    def with_keys(
+        self, feature_map: FeatureMap, keys: WeighedKeys, apart: Tensor | None = None, *, backend: str = "auto"
     ) -> State:
-        """The state with these keys in the sums, and no window; a factor apart is on all of them."""
+        """The state with these keys, checked, in the sums, and no window; a factor apart is on all of them."""
+        key, value, bias = keys
         call = Call.causal(feature_map, key.unsqueeze(2), key, value, bias)
         with outside_autocast(key.device):
-            return State(*choose("auto", call).absorb(call, self._relative_sums), self.built_with, apart=apart)
+            return State(*choose(backend, call).absorb(call, self._relative_sums), self.built_with, apart=apart)
 
     def _check(self, feature_map: FeatureMap, x: Tensor) -> None:
         """Refuse another map, and what is no tensor."""

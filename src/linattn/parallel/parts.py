@@ -133,14 +133,15 @@ class Part(NamedTuple):
         """The span of the keys."""
         span = self.nothing(feature_map)
         if self.gates is None:
-            return Span(self._after(feature_map, span.state, self.bias, backend), None)
+            return Span(span.state.with_keys(feature_map, self[1:4], backend=backend), None)
         for at in spans(self.gates.log_forget):
             part = self.keys(at)
             bias, log_decay = gate_bias(self.gates.cut(at), key_mask=part.key_mask)
             if part.bias is not None:
                 bias = torch.where(part.bias == -torch.inf, -torch.inf, bias)
-            decayed = span.state.decay(log_decay)
-            state = part._after(feature_map, decayed, bias.to(decayed.m).expand(part.key.shape[:3]), backend)
+            decayed = span.state.decay(log_decay).without(None)
+            keys = part.key, part.value, bias.to(decayed.m).expand(part.key.shape[:3])
+            state = decayed.with_keys(feature_map, keys, backend=backend)
             assert span.log_decay is not None
             span = Span(state, span.log_decay + log_decay)
         return span
@@ -164,12 +165,6 @@ class Part(NamedTuple):
     def key_mask(self) -> Tensor | None:
         """(B, Lk) bool; beside gates a bias is a mask's."""
         return None if self.bias is None else self.bias[:, 0] != -torch.inf
-
-    def _after(self, feature_map: FeatureMap, before: State, bias: Tensor | None, backend: str) -> State:
-        """The state after the keys."""
-        call = Call.causal(feature_map, self.key.unsqueeze(2), self.key, self.value, bias)
-        with outside_autocast(self.key.device):
-            return State(*choose(backend, call).absorb(call, before.sums), before.built_with)
 
 
 class Views(NamedTuple):
