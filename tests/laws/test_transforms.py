@@ -241,7 +241,7 @@ def test_the_compiler_is_told_the_right_shapes(map_name: str, name: str, blocks_
     grouped = query.unflatten(1, (2, -1))
     tokens = {"absorb": [key, value], "read": [grouped]}
     inputs = [*tokens.get(name, [grouped, key, value]), *_state(feature_map).sums]
-    arguments = (f"blocked.folds:{name.upper()}", 0, feature_map.handle, "", inputs, [])
+    arguments = (f"linattn.attention.backends.blocked.folds:{name.upper()}", 0, feature_map.handle, "", inputs, [])
     torch.library.opcheck(torch.ops.linattn.fold.default, arguments, test_utils="test_faketensor")
 
 

@@ -23,7 +23,7 @@ from linattn.softmax.tracing import is_followed, is_traced
 class Fold(NamedTuple):
     """forward(map, inputs) -> outputs; backward(map, saved) -> gradients; records of tensors in and out."""
 
-    path: str  # by which a graph finds it: its module, in attention/backends/ or by its full name, and its name there
+    path: str  # by which a graph finds it: its module's full name, and its name there
     forward: Callable[..., Any]
     backward: Callable[..., Gradients]
     inputs: Any

@@ -99,6 +99,6 @@ def _sums(phi_q: Tensor, S: Tensor, z: Tensor, space: Workspace) -> tuple[Tensor
     return space.product("num", phi_q, S), records.times_z(phi_q, z)
 
 
-ABSORB = Fold("blocked.folds:ABSORB", absorb, absorb_backward, Absorb, Sums, lambda keys, _: records.empty_sums(keys))
-READ = Fold("blocked.folds:READ", read, read_backward, Read, Rows, lambda x, _: records.empty_rows(x.query, x.S))
-CAUSAL = Fold("blocked.folds:CAUSAL", causal.forward, causal.backward, Causal, CausalOutputs, causal.empty_outputs)
+ABSORB = Fold(f"{__name__}:ABSORB", absorb, absorb_backward, Absorb, Sums, lambda keys, _: records.empty_sums(keys))
+READ = Fold(f"{__name__}:READ", read, read_backward, Read, Rows, lambda x, _: records.empty_rows(x.query, x.S))
+CAUSAL = Fold(f"{__name__}:CAUSAL", causal.forward, causal.backward, Causal, CausalOutputs, causal.empty_outputs)

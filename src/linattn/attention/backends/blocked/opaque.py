@@ -96,8 +96,7 @@ def _task(path: str, span: int, handle: int, names: str) -> fold.Task:
 
 def _fold_at(path: str) -> fold.Fold:
     """The fold at a path, imported in a process that has not run it yet."""
-    name = path if path.startswith("linattn") else f"linattn.attention.backends.{path}"
-    fold_at_path: fold.Fold = resolve_name(name)
+    fold_at_path: fold.Fold = resolve_name(path)
     return fold_at_path
 
 
