@@ -72,24 +72,22 @@ class Running:
         return Sums(S.contiguous(), z, m) if self._owned else Sums(S.clone(), z.clone(), m)
 
 
-def block_size(rows: int, num_features: int, device: torch.device, *, is_causal: bool, span: int = 0) -> int:
-    """Tokens per block for B·H·G rows of features, a multiple of a span; causal blocks pay for n × n products too."""
-    budget = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
-    size = max(budget // max(rows * num_features, 1), 64)
+def block_size(x: Tensor, num_features: int, *, is_causal: bool = False, span: int = 0) -> int:
+    """Tokens per block of x (…, L, D), a multiple of a span; causal blocks pay for n × n products too."""
+    budget = _CPU_BLOCK if x.device.type == "cpu" else _GPU_BLOCK
+    size = max(budget // max(x.shape[:-2].numel() * num_features, 1), 64)
     size = min(size, 128 if is_causal else 1024)
     return -(-size // span) * span if span else size
 
 
 def num_blocks(x: Tensor, num_features: int, *, is_causal: bool = False, span: int = 0) -> int:
     """How many blocks the tokens of x (…, L, D) are cut into."""
-    size = block_size(x.shape[:-2].numel(), num_features, x.device, is_causal=is_causal, span=span)
-    return -(-x.shape[-2] // size)
+    return -(-x.shape[-2] // block_size(x, num_features, is_causal=is_causal, span=span))
 
 
 def blocks(x: Tensor, num_features: int, *, is_causal: bool = False, span: int = 0) -> list[slice]:
     """Consecutive blocks of the tokens of x (…, L, D); the last may be shorter."""
-    length = x.shape[-2]
-    size = block_size(x.shape[:-2].numel(), num_features, x.device, is_causal=is_causal, span=span)
+    length, size = x.shape[-2], block_size(x, num_features, is_causal=is_causal, span=span)
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
