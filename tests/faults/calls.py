@@ -85,8 +85,8 @@ FAULTS = (
     Fault(
         "name a draw by its seed alone",
         "feature_maps/_random_base.py",
-        "draw_digest = self._draw_digest or digest(self.projection)",
-        'draw_digest = self._draw_digest or ""',
+        'return self._digest_of("projection")',
+        'return ""',
         "tests/laws/test_fold.py",
     ),
     Fault(
@@ -105,9 +105,9 @@ FAULTS = (
     ),
     Fault(
         "keep a digest that could not be taken",
-        "feature_maps/_random_base.py",
-        "None if draw_digest == UNREAD else draw_digest",
-        "draw_digest",
+        "feature_maps/_base.py",
+        "if is_derived and found != UNREAD:",
+        "if is_derived:",
         "tests/laws/test_shapes_alone.py -k known_again",
     ),
     Fault(

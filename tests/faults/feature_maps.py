@@ -92,7 +92,7 @@ FAULTS = (
     Fault(
         "tell maps apart by their settings alone",
         "feature_maps/_base.py",
-        "if digest else said",
+        "if both else said",
         "if False else said",
         "tests/feature_maps/test_learned.py",
     ),

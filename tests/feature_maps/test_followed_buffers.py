@@ -263,7 +263,7 @@ def test_nothing_is_derived_again_while_nothing_changed(name: str, monkeypatch: 
         monkeypatch.setitem(vars(part), way, lambda *given: (calls.append(way), method(*given))[1])
 
     for part in target.modules():
-        for way in ("_prepare", "_refresh", "_derive_from_buffers"):
+        for way in ("_prepare", "_derive_from_buffers"):
             if hasattr(type(part), way):
                 count(part, way)
     seen(target)

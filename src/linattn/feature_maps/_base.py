@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.feature_maps.arguments import check_count
-from linattn.feature_maps.digests import digest_of_weights
+from linattn.feature_maps.digests import UNREAD, digest, digest_of_weights
 from linattn.feature_maps.powers import Powers, as_powers
 from linattn.softmax.checking import check_dense
 from linattn.softmax.precision import outside_autocast
@@ -29,6 +29,7 @@ class UncastBuffers(nn.Module):
 
     _decomposed: tuple[str, ...] = ()  # buffers whose roots or inverses are kept
     _derived_from: Versions = ()
+    _digests: Mapping[tuple[str, ...], str] = {}  # of buffers, by their names
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move with the model; buffers that were cast, and constants, are taken back where they were moved to."""
@@ -87,7 +88,18 @@ class UncastBuffers(nn.Module):
 
     def _derive_from_buffers(self) -> None:
         """Derive what depends on them, and remember for which."""
-        self._derived_from = self._versions()
+        self._derived_from, self._digests = self._versions(), {}
+
+    def _digest_of(self, *names: str) -> str:
+        """A digest of buffers, "None" where there are none yet; it waits for the device once after each change."""
+        is_derived = self._follow_buffers()
+        if is_derived and names in self._digests:
+            return self._digests[names]
+        held = [x for name in names if (x := getattr(self, name)) is not None]
+        found = digest(*held) if held else str(None)
+        if is_derived and found != UNREAD:  # Another time there may be values.
+            self._digests = {**self._digests, names: found}
+        return found
 
 
 class FeatureMap(nn.Module, ABC):
@@ -167,10 +179,10 @@ class FeatureMap(nn.Module, ABC):
         has_any = self._parameters or self._modules  # torch's iterator costs a decoding step more than the rest
         parameters = [x for name, x in self.named_parameters() if name not in followed] if has_any else []
         weights, draws = digest_of_weights(parameters) if parameters else "", self.draw_digest()
-        digest = f"{weights}-{draws}" if weights and draws else weights + draws
+        both = f"{weights}-{draws}" if weights and draws else weights + draws
         # Of a map without modules torch's own `repr` says the same, at a tenth of a decoding step's time.
         said = repr(self) if self._modules else f"{self._get_name()}({self.extra_repr()})"
-        return f"{said} with weights {digest}" if digest else said
+        return f"{said} with weights {both}" if both else said
 
     def draw_digest(self) -> str:
         """A digest of buffers that `repr` does not name: draws, a user's own, masks; "" for maps without any."""

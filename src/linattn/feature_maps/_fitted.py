@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._base import FeatureMap, UncastBuffers
-from linattn.feature_maps.digests import UNREAD, digest
 from linattn.softmax.checking import check_dense
 from linattn.softmax.tracing import outside_inference
 
@@ -34,7 +33,6 @@ class FittedMap(UncastBuffers, FeatureMap):
     _fitted_sizes: tuple[tuple[int | str, int | str], ...] = ()
     _option: str  # of the constructor, which gives them without `fit`
     _least_dtype: torch.dtype = torch.float64  # of the copies that are kept
-    _fingerprint: str | None = None
 
     @abstractmethod
     def fit(self, query: Tensor, key: Tensor) -> Self:
@@ -85,7 +83,7 @@ class FittedMap(UncastBuffers, FeatureMap):
         self._check_fitted(*copies)
         for name, copy in zip(self.fitted_buffers, copies, strict=True):
             setattr(self, name, copy)
-        self._refresh()
+        self._derive_from_buffers()
 
     def _check_fitted(self, *tensors: Tensor) -> None:
         """Refuse tensors, in the order of `fitted_buffers`, that `fit` would not have set."""
@@ -113,7 +111,8 @@ class FittedMap(UncastBuffers, FeatureMap):
     def extra_repr(self) -> str:
         """Every setting, and a digest of the fitted tensors."""
         settings = super().extra_repr()
-        return f"{settings}, {self._option}={self._fitted_digest()}" if self.fitted_buffers else settings
+        fitted = self.fitted_buffers
+        return f"{settings}, {self._option}={self._digest_of(*fitted)}" if fitted else settings
 
     def _input(self, x: Tensor) -> Tensor:
         """An input in float32 or float64; refused where it does not fit the map, or nothing was fitted."""
@@ -127,26 +126,11 @@ class FittedMap(UncastBuffers, FeatureMap):
         x = self._input(x)
         return x, tuple(tensor.to(x.dtype) for tensor in self._fitted())
 
-    def _fitted_digest(self) -> str:
-        """A digest of the fitted tensors, or "None"; it waits for the device once after each change of them."""
-        is_derived = self._follow_buffers()
-        if is_derived and self._fingerprint is not None:
-            return self._fingerprint
-        held = [t for t in (getattr(self, name) for name in self.fitted_buffers) if t is not None]
-        fingerprint = digest(*held) if held else str(None)
-        # Another time there may be values.
-        self._fingerprint = fingerprint if is_derived and fingerprint != UNREAD else None
-        return fingerprint
-
-    def _refresh(self) -> None:
-        """Forget or derive anew what depends on the fitted tensors; called after each change of them."""
+    def _derive_from_buffers(self) -> None:
+        """Derive what depends on the fitted tensors; those of inference mode serve training too."""
         for name, buffer in self._buffers.items():
             self._buffers[name] = None if buffer is None else outside_inference(buffer, even_within=True)
-        self._fingerprint, self._derived_from = None, self._versions()
-
-    def _derive_from_buffers(self) -> None:
-        """Derive what depends on the fitted tensors."""
-        self._refresh()
+        super()._derive_from_buffers()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load fitted tensors even where none, or those of another number of heads, were held before."""

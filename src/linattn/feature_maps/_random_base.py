@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from linattn.feature_maps._base import FeatureMap, UncastBuffers, has_number, in_both_dtypes
 from linattn.feature_maps._moments import Lengths, Rows
 from linattn.feature_maps.arguments import check_count, check_seed, temperature
-from linattn.feature_maps.digests import UNREAD, digest
 from linattn.feature_maps.powers import squared_length
 
 Draw = Literal["orthogonal", "iid"]
@@ -98,7 +97,6 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
     _settings: tuple[str, ...] = ("head_dim", "num_features", "draw", "lengths", "scale", "_seed", "num_heads")
     projection: Tensor
     seed: Tensor
-    _draw_digest: str | None
 
     def __init__(
         self,
@@ -181,13 +179,8 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
         raise ValueError(f"the variance of {type(self).__name__} depends on more than |x ± y|²; call variance(q, k)")
 
     def draw_digest(self) -> str:
-        """A digest of W, which may have been loaded beside another draw's seed; read once after each change of W."""
-        if not self._follow_buffers():
-            return digest(self.projection)
-        draw_digest = self._draw_digest or digest(self.projection)
-        # Another time there may be values.
-        self._draw_digest = None if draw_digest == UNREAD else draw_digest
-        return draw_digest
+        """A digest of W, which may have been loaded beside another draw's seed."""
+        return self._digest_of("projection")
 
     def _weights(self, projection: Tensor) -> Tensor:
         """W as it multiplies inputs from the right, (D, ·) or (H, D, ·), in float64."""
@@ -195,7 +188,7 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
 
     def _prepare(self) -> None:
         """Cast W for the dtypes it is used with, so that a call casts nothing."""
-        self._prepared_from, self._draw_digest, self._derived_from = self.projection, None, self._versions()
+        self._prepared_from, self._derived_from, self._digests = self.projection, self._versions(), {}
         with torch.inference_mode(False), torch.no_grad():
             self._prepared = in_both_dtypes(self._weights(self.projection))
 

@@ -158,16 +158,14 @@ class Sderf(ExponentialEstimator, FittedMap):
         if bool((torch.linalg.eigvalsh(moment) < -1e-6 * size.squeeze(-1)).any()):
             raise ValueError("second_moment must be positive semidefinite; give E (x + y)(x + y)ᵀ, or call fit")
 
-    def _refresh(self) -> None:
-        """A and (I - 4A)^½ for the current S, and what is made with them."""
-        super()._refresh()
-        if self.second_moment is None:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            self._tilt = spectral(shared(self.second_moment), _best_tilt)
-            # From S too: the rounding of a large A may leave 1 - 4a below 0.
-            self._stretch = spectral(shared(self.second_moment), lambda f: (1 - 4 * _best_tilt(f)).sqrt())
-        self._prepare()
+    def _derive_from_buffers(self) -> None:
+        """A and (I - 4A)^½ for the current S, and then what is made with them."""
+        if self.second_moment is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._tilt = spectral(shared(self.second_moment), _best_tilt)
+                # From S too: the rounding of a large A may leave 1 - 4a below 0.
+                self._stretch = spectral(shared(self.second_moment), lambda f: (1 - 4 * _best_tilt(f)).sqrt())
+        super()._derive_from_buffers()
 
 
 def _best_tilt(moments: Tensor) -> Tensor:

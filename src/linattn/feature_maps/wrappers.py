@@ -129,9 +129,9 @@ class Balanced(Wrapper):
                 "ridge, or give another"
             )
 
-    def _refresh(self) -> None:
+    def _derive_from_buffers(self) -> None:
         """M and its exact inverse, for the dtypes they are used with, as they multiply from the right."""
-        super()._refresh()
+        super()._derive_from_buffers()
         if self.transform is None:
             return
         with torch.inference_mode(False), torch.no_grad():
@@ -258,7 +258,7 @@ class Centred(Wrapper):
 
     def extra_repr(self) -> str:
         """A digest of the means."""
-        return f"means={self._fitted_digest()}"
+        return f"means={self._digest_of(*self.fitted_buffers)}"
 
     def _pulled(self, x: Tensor, grad: Tensor, pull: Callable[[Tensor, Tensor], Tensor], side: str) -> Tensor:
         """The gradient of an input, through the centred input and through the weight."""
