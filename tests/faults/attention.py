@@ -326,4 +326,25 @@ FAULTS = (
         "                yield f",
         "tests/feature_maps/test_tied_weights.py",
     ),
+    Fault(
+        "give weights that cancel for rows",
+        "softmax/precision.py",
+        "return torch.where(den == 0, 0, num * factor / (safe * factor))",
+        "return num * factor / (safe * factor)",
+        "tests/laws/test_truth.py -k cancel",
+    ),
+    Fault(
+        "take a sink of any layout",
+        "softmax/partial.py",
+        "or sink.shape != heads or",
+        "or",
+        "tests/laws/test_sinks.py -k refused",
+    ),
+    Fault(
+        "take a scale that is no number",
+        "softmax/checking.py",
+        "or not math.isfinite(scale):",
+        ":",
+        "tests/laws/test_refusals.py -k scale",
+    ),
 )

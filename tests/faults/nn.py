@@ -289,4 +289,11 @@ FAULTS = (
         "False",
         "tests/nn/test_models.py",
     ),
+    Fault(
+        "take torch's seventh argument for another",
+        "nn/multihead_attention.py",
+        "        average_attn_weights: bool = True,\n        is_causal: bool = False,\n",
+        "        is_causal: bool = False,\n        average_attn_weights: bool = True,\n",
+        "tests/nn/test_multihead_attention.py -k order",
+    ),
 )

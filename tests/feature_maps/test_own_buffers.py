@@ -104,6 +104,29 @@ def test_a_state_is_of_the_buffers_it_was_built_with(name: str) -> None:
         assert torch.equal(linattn.linear_attention_with_state(*tokens(), twin, state).out, wanted)
 
 
+class Turned(FeatureMap):
+    """φ(x) = |x W|², W complex."""
+
+    def __init__(self, weight: Tensor | nn.Parameter) -> None:
+        super().__init__(D, R)
+        self.weight = weight if isinstance(weight, nn.Parameter) else nn.Buffer(weight)
+
+    def query(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(x.cfloat() @ self.weight).square().sum(-1)
+
+    def kernel(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.query(q) @ self.query(k).mT
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, torch.clone])
+def test_a_state_is_of_both_parts_of_complex_numbers(kind: Callable[[Tensor], Tensor]) -> None:
+    first, second = (Turned(kind(torch.complex(drawn(1), drawn(seed)))) for seed in (2, 3))
+    state = linattn.linear_attention_with_state(*tokens(), first).state
+    linattn.linear_attention_with_state(*tokens(), first, state)
+    with pytest.raises(ValueError, match="the state was built with"):
+        linattn.linear_attention_with_state(*tokens(), second, state)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", MAPS)
 def test_a_buffer_written_before_the_backward_pass_is_noticed(name: str, is_causal: bool) -> None:

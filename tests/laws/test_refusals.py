@@ -223,6 +223,12 @@ TABLE: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "rows-list": (lambda: linattn.attention_rows(Q, K, MAP, [0]), TypeError, "1-D integer tensor, got list"),
     "rows-range": (lambda: linattn.attention_rows(Q, K, MAP, torch.tensor([40])), ValueError, r"\[-37, 37\), got 40"),
+    "softmax-scale": (
+        lambda: linattn.softmax_attention(Q, K, V, scale=torch.nan),
+        ValueError,
+        "scale must be .* got nan",
+    ),
+    "softmax-words": (lambda: linattn.softmax_partial(Q, K, V, scale="1"), ValueError, "scale must be .* got '1'"),
     "softmax-heads": (lambda: linattn.softmax_attention(Q.repeat(1, 2, 1, 1), K, V), ValueError, "enable_gqa=True"),
 }
 

@@ -120,6 +120,17 @@ def test_rows_that_see_no_key_are_0_with_gradients(sink: float) -> None:
     assert all(x.grad is not None and bool(x.grad.isfinite().all()) for x in (query, key, value, logit))
 
 
+NO_SINKS = {"a number": 0.0, "spread": SINK.view(1, -1, 1, 1), "fewer": SINK[:3], "rows": SINK.expand(2, -1)}
+
+
+@pytest.mark.parametrize("sink", [*NO_SINKS.values(), SINK.long()], ids=[*NO_SINKS, "integers"])
+def test_what_is_no_logit_for_each_head_is_refused(sink: object) -> None:
+    """Layouts that broadcast would give outputs of another shape."""
+    part = linattn.softmax_partial(*TOKENS, enable_gqa=True)
+    with pytest.raises(ValueError, match=r"sink must be a floating tensor \(H,\) = \(4,\), got .*; give one logit"):
+        part.with_sink(sink)
+
+
 def test_gradients_are_those_of_finite_differences() -> None:
     leaves = [x[:1, :, :8, :2].clone().requires_grad_() for x in TOKENS]
     sink = SINK.clone().requires_grad_()

@@ -139,3 +139,12 @@ def test_strides_do_not_matter(is_causal: bool) -> None:
     expected = case.attend(*(x.contiguous() for x in (query, key, value)), case.build())
     found = case.attend(query, key, value, case.build())
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", ["blocked", "reference"])
+def test_rows_whose_weights_cancel_are_those_of_attention(backend: str) -> None:
+    """q·k_1 = -q·k_2, exactly: the normaliser is 0, and so is the output."""
+    query, key, value = (torch.tensor(x).view(1, 1, -1, 1) for x in ([1.0], [1.0, -1.0], [3.0, 5.0]))
+    identity = linattn.feature_maps.Identity(1)
+    rows = linattn.attention_rows(query, key, identity, torch.tensor([0]))
+    assert torch.equal(rows @ value, linattn.linear_attention(query, key, value, identity, backend=backend))

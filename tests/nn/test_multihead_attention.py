@@ -63,6 +63,17 @@ def test_causality_needs_no_mask() -> None:
     assert_alike(block(x, is_causal=True), expected)
 
 
+def test_arguments_are_in_the_order_of_torchs_own() -> None:
+    mha, x = encoder_layer().self_attn, tokens()
+    layer = with_every_key_exact(mha)
+    for averaged in (True, False):
+        assert_alike(layer(x, x, x, None, False, None, averaged)[0], mha(x, x, x, None, False, None, averaged)[0])
+        assert_alike(layer(x, x, x, average_attn_weights=averaged)[0], mha(x, x, x, average_attn_weights=averaged)[0])
+    causal = with_every_key_exact(mha, is_causal=True)
+    with pytest.raises(ValueError, match="is called with is_causal=True or a causal attn_mask"):
+        causal(x, x, x, None, False, None, True)
+
+
 def test_a_decoder_block_attends_to_a_memory() -> None:
     torch.manual_seed(0)
     block = nn.TransformerDecoderLayer(E, H, 16, dropout=0.0, batch_first=True, dtype=torch.float64)

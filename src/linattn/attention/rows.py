@@ -12,7 +12,7 @@ from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.softmax.attention import causal_mask, inert
 from linattn.softmax.checking import check_indices
 from linattn.softmax.partial import exponentials
-from linattn.softmax.precision import accumulation_dtype, are_large, enlarged, lift, rescaled, small_power
+from linattn.softmax.precision import accumulation_dtype, are_large, divided, enlarged, lift, rescaled, small_power
 from linattn.softmax.tracing import has_values
 
 # Exponents held at once when rows are formed one weight at a time.
@@ -78,10 +78,7 @@ def attention_rows(
         inputs, least = [enlarged(x, dtype) for x in inputs], small_power(dtype)
         bound = bound._replace(tensors={name: enlarged(x, dtype) for name, x in bound.tensors.items()})
         weights = bound.run(weigh, query.device, *inputs)
-    total = weights.sum(-1, keepdim=True)
-    total = torch.where(total == 0, 1, total)
-    factor = lift(total)
-    return rescaled(weights * factor / (total * factor), 1, least).flatten(1, 2)
+    return rescaled(divided(weights, weights.sum(-1, keepdim=True)), 1, least).flatten(1, 2)
 
 
 def _weights(feature_map: FeatureMap, query: Tensor, key: Tensor, logit_bias: Tensor) -> Tensor:

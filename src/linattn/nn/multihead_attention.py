@@ -99,6 +99,7 @@ class MultiheadAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         need_weights: bool = False,
         attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
         """Attend to the query's own tokens, or to a memory.
@@ -110,6 +111,7 @@ class MultiheadAttention(nn.Module):
             key_padding_mask: (B, Lk), bool with True = leave out, or floating with -inf = leave out and 0 elsewhere.
             need_weights: False: linear attention has no weights to return.
             attn_mask: the causal mask (L, L), bool or floating, for a causal layer alone.
+            average_attn_weights: torch's, which says how it would return weights; either does.
             is_causal: whether the call is causal; without `attn_mask` too.
 
         Returns:

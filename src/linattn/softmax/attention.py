@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from linattn.softmax.checking import KeyWeights, Qkv, checked, refuse_sdpa_options
+from linattn.softmax.checking import KeyWeights, Qkv, check_scale, checked, refuse_sdpa_options
 from linattn.softmax.partial import Partial, shares
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 from linattn.softmax.tracing import is_transformed
@@ -41,7 +41,8 @@ def softmax_attention(
         (B, H, Lq, Dv) in the query's dtype.
 
     Raises:
-        TypeError, ValueError: wrong dtypes or shapes, as in `linear_attention`; `attn_mask` or `dropout_p`.
+        TypeError, ValueError: wrong dtypes or shapes, as in `linear_attention`; `attn_mask` or `dropout_p`; a `scale`
+            that is no finite number.
 
     Example:
         >>> import math, torch
@@ -52,6 +53,7 @@ def softmax_attention(
     Source: Vaswani et al. 2017 (arXiv 1706.03762), equation 1.
     """
     refuse_sdpa_options(attn_mask, dropout_p)
+    check_scale(scale)
     tokens, takes_jagged = (query, key, value), not is_causal and key_mask is None and key_bias is None
     query, key, value, bias = checked(tokens, key_mask, key_bias, enable_gqa=enable_gqa, takes_jagged=takes_jagged)
     with outside_autocast(query.device):
@@ -86,6 +88,7 @@ def softmax_partial(
         >>> round(part.log_normalizer.exp().item(), 4)
         4.0
     """
+    check_scale(scale)
     query, key, value, bias = checked((query, key, value), key_mask, key_bias, enable_gqa=enable_gqa)
     key, value = inert(bias, key, value)
     k, v = (x.repeat_interleave(query.shape[1] // max(key.shape[1], 1), dim=1) for x in (key, value))

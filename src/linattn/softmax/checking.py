@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import NoReturn, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -190,6 +190,14 @@ def check_indices(indices: Tensor, number: int | None = None, name: str = "indic
     if wrong := [row for row in looked_at if not 0 <= row < (number or 0)]:
         raise IndexError(f"{name} must lie in [0, {number}), the rows, got {wrong[0]}; give numbers of rows")
     return indices.long()
+
+
+def check_scale(scale: object) -> None:
+    """Refuse what is no finite number, or None for the default; a graph may leave a number open."""
+    if scale is None or torch.compiler.is_compiling():
+        return
+    if not isinstance(scale, SupportsFloat) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, or None for D**-0.5, got {scale!r}; give the factor on q·k")
 
 
 def check_soft_cap(soft_cap: float | None) -> float | None:

@@ -48,6 +48,9 @@ class Partial(NamedTuple):
         Returns:
             (B, H, Lq, Dv) in the dtype of `out`.
 
+        Raises:
+            ValueError: `sink` is no floating tensor of this shape.
+
         Example:
             >>> import torch
             >>> part = Partial(torch.tensor([[[[4.0]]]]), torch.log(torch.tensor([[[3.0]]])))
@@ -56,6 +59,12 @@ class Partial(NamedTuple):
 
         Source: OpenAI 2025 (gpt-oss model card, arXiv 2508.10925), section 2.
         """
+        heads = self.out.shape[1:2]
+        if not isinstance(sink, Tensor) or sink.shape != heads or not sink.is_floating_point():
+            got = f"{sink.dtype} of shape {tuple(sink.shape)}" if isinstance(sink, Tensor) else sink
+            raise ValueError(
+                f"sink must be a floating tensor (H,) = {tuple(heads)}, got {got}; give one logit for each head"
+            )
         # A finite logit, as small: of rows that saw no key the difference of two infinities would be no number.
         log = self.log_normalizer
         least = sink.to(log.dtype).clamp(min=torch.finfo(log.dtype).min)

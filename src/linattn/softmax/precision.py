@@ -36,6 +36,13 @@ def lift(x: Tensor) -> Tensor:
     return torch.where((size > 0) & (size < least), x.new_full((), math.exp(math.floor(-math.log(least)))), 1)
 
 
+def divided(num: Tensor, den: Tensor) -> Tensor:
+    """num/den, 0 where den is 0; lifted, since the gradient of a division divides by it twice."""
+    safe = torch.where(den == 0, 1, den)
+    factor = lift(safe)
+    return torch.where(den == 0, 0, num * factor / (safe * factor))
+
+
 def are_large(factors: Iterable[Tensor]) -> bool:
     """Whether any is above 1, as far as numbers may be looked at, and first derivatives alone are asked for."""
     is_first = torch.autograd.forward_ad._current_level < 0

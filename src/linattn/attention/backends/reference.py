@@ -12,7 +12,7 @@ from linattn.attention.backends.backend import Call, Rows, lifted, lifts
 from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.softmax.attention import causal_mask, inert
-from linattn.softmax.precision import are_large, enlarged, lift, rescaled, small_power
+from linattn.softmax.precision import are_large, divided, enlarged, rescaled, small_power
 
 # Terms of the logarithms that are summed at once.
 _FEW_TERMS = 2**18
@@ -86,8 +86,8 @@ def _attend(
         weights = (phi_q @ phi_k.mT.unsqueeze(2)) * torch.exp(exponents - reference.unsqueeze(-1))
         rows = weights @ extended.unsqueeze(2)
         rows = rows + (phi_q @ sums.unsqueeze(2)) * torch.exp(state_exponent - reference).unsqueeze(-1)
-    out, den = _divide(rows)
-    return Rows(out.to(query.dtype), den, reference), _after(sums, m, log_k + bias.unsqueeze(-1), phi_k, extended)
+    out = divided(rows[..., :-1], rows[..., -1:]).to(query.dtype)
+    return Rows(out, rows[..., -1], reference), _after(sums, m, log_k + bias.unsqueeze(-1), phi_k, extended)
 
 
 def _log_weights(lq: Tensor, lk: Tensor) -> Tensor:
@@ -135,15 +135,6 @@ def _peak(exponents: Tensor, like: Tensor) -> Tensor:
     if exponents.shape[-1] == 0:
         return torch.full(like.shape[:-1], floor, dtype=exponents.dtype, device=like.device)
     return exponents.detach().amax(-1).clamp(min=floor).expand(like.shape[:-1])
-
-
-def _divide(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """num/den and den; 0 where no key was seen."""
-    den = rows[..., -1:]
-    safe = torch.where(den == 0, 1, den)
-    # Lifted, since the gradient of a division divides by it twice.
-    factor = lift(safe)
-    return torch.where(den == 0, 0, rows[..., :-1] * factor / (safe * factor)), den.squeeze(-1)
 
 
 def _after(sums: Tensor, m: Tensor, log_k: Tensor, phi_k: Tensor | None, extended: Tensor) -> Sums:
