@@ -129,6 +129,8 @@ def test_what_does_not_fit_is_refused() -> None:
     for width in (0, -8, 2.5, True):
         with pytest.raises(ValueError, match="hidden_dim must be an integer of at least 1, got"):
             Block(LAYERS["plain"](), hidden_dim=width)
+        with pytest.raises(ValueError, match="vocab_size must be an integer of at least 1, got"):
+            LinearLM(width, [causal])
 
 
 def test_logits_without_the_weights_of_the_head_are_refused() -> None:

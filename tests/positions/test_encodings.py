@@ -273,6 +273,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "gives queries and keys of width 8",
     ),
+    "a class of maps": (lambda: Rotary(8).bind(FavorPlus), TypeError, "must be an instance, got the class FavorPlus"),
     "a map for content": (
         lambda: SinusoidalCodes(8, 4).bind(build("Taylor", 8)),
         ValueError,

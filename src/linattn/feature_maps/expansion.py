@@ -168,7 +168,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
     ) -> None:
         check_count("head_dim", head_dim)
         check_count("num_centres", num_centres)
-        if isinstance(order, bool) or order not in (0, 1, 2):
+        if type(order) is not int or order not in (0, 1, 2):
             raise ValueError(f"order must be 0, 1 or 2, got {order!r}")
         pairs = head_dim * (head_dim + 1) // 2
         super().__init__(head_dim, num_centres, (1, 1 + head_dim, 1 + head_dim + pairs)[order])

@@ -140,7 +140,7 @@ class Taylor(MonomialMap):
     _settings = ("head_dim", "order", "scale")
 
     def __init__(self, head_dim: int, *, order: int = 2, scale: float | None = None) -> None:
-        if isinstance(order, bool) or order not in (1, 2):
+        if type(order) is not int or order not in (1, 2):
             raise ValueError(f"order must be 1 or 2, got {order!r}; for higher powers use TensorPolynomial")
         super().__init__(head_dim, order, 1.0, scale)
 

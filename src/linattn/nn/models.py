@@ -114,7 +114,7 @@ class LinearLM(nn.Module):
         blocks: at least one, of one width, all of them causal.
 
     Raises:
-        ValueError: no block; blocks of different widths, or some that are not causal.
+        ValueError: V is no positive integer; no block; blocks of different widths, or some that are not causal.
 
     Example:
         >>> import torch
@@ -145,7 +145,9 @@ class LinearLM(nn.Module):
         # A ModuleList is no Sequence in its annotations.
         self.blocks = cast("Sequence[Block]", nn.ModuleList(held))
         width, weight = self.blocks[0].attention.embed_dim, self.blocks[0].attention.q_proj.weight
-        self.embedding = nn.Embedding(vocab_size, width, device=weight.device, dtype=weight.dtype)
+        self.embedding = nn.Embedding(
+            check_count("vocab_size", vocab_size), width, device=weight.device, dtype=weight.dtype
+        )
         self.norm = nn.RMSNorm(width, device=weight.device, dtype=weight.dtype)
         self.gradient_checkpointing = False
         initialize_(self)

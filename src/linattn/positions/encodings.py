@@ -6,6 +6,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from linattn.attention._check import check_map
 from linattn.attention.bound_map import bind
 from linattn.feature_maps import FeatureMap
 from linattn.feature_maps.arguments import check_count, check_number, check_seed
@@ -39,8 +40,10 @@ class Position(nn.Module, ABC):
         """The map to attend with in the given one's place: the same, unless the encoding changes features.
 
         Raises:
+            TypeError: it is no FeatureMap.
             ValueError: the map is of another width, or the encoding does not admit it.
         """
+        check_map(feature_map)
         if feature_map.head_dim != self.encoded_dim:
             raise ValueError(
                 f"{type(self).__name__} gives queries and keys of width {self.encoded_dim}, got a map built for "
