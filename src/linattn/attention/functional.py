@@ -17,6 +17,9 @@ from linattn.softmax.partial import Attended, AttendedPartial, Partial
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 from linattn.softmax.row_groups import RowGroups
 
+Options = tuple[bool, int | None, str]
+"""Whether heads are grouped, the window, and the backend."""
+
 
 def linear_attention(
     query: Tensor,
@@ -90,9 +93,9 @@ def linear_attention(
         section 2.
     """
     refuse_sdpa_options(attn_mask, dropout_p)
-    tokens = query, key, value
-    call = _checked(tokens, feature_map, (key_mask, key_bias), enable_gqa, window, backend, is_causal=is_causal)
-    return _attend(call, backend, window, None)[0].out.flatten(1, 2).to(call.value.dtype)
+    weights, options = (key_mask, key_bias), (enable_gqa, window, backend)
+    call = _checked((query, key, value), feature_map, weights, options, is_causal=is_causal)
+    return _attend(call, options, None)[0].out.flatten(1, 2).to(call.value.dtype)
 
 
 def linear_partial(
@@ -124,9 +127,9 @@ def linear_partial(
         >>> round(linear_partial(q, k, v, relu).log_normalizer.exp().item(), 4)
         4.0
     """
-    tokens = query, key, value
-    call = _checked(tokens, feature_map, (key_mask, key_bias), enable_gqa, window, backend, is_causal=is_causal)
-    rows, *_ = _attend(call := call.weighed(), backend, window, None)
+    weights, options = (key_mask, key_bias), (enable_gqa, window, backend)
+    call = _checked((query, key, value), feature_map, weights, options, is_causal=is_causal)
+    rows, *_ = _attend(call := call.weighed(), options, None)
     return (rows if isinstance(rows, Partial) else as_partial(call, rows)).ungrouped(call.value.dtype)
 
 
@@ -180,8 +183,8 @@ def linear_attention_with_state(
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
     """
     refuse_sdpa_options(attn_mask, dropout_p)
-    tokens = query, key, value
-    call, rows, after = _advance(tokens, feature_map, state, (key_mask, key_bias), enable_gqa, window, backend)
+    weights, options = (key_mask, key_bias), (enable_gqa, window, backend)
+    call, rows, after = _advance((query, key, value), feature_map, state, weights, options)
     return Attended(rows.out.flatten(1, 2).to(call.value.dtype), after)
 
 
@@ -219,47 +222,33 @@ def linear_partial_with_state(
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
     """
-    tokens = query, key, value
-    call, rows, after = _advance(tokens, feature_map, state, (key_mask, key_bias), enable_gqa, window, backend)
+    weights, options = (key_mask, key_bias), (enable_gqa, window, backend)
+    call, rows, after = _advance((query, key, value), feature_map, state, weights, options)
     part = rows if isinstance(rows, Partial) else as_partial(call, rows)
     return AttendedPartial(part.times(after.apart).ungrouped(call.value.dtype), after)
 
 
 def _advance(
-    tokens: Qkv,
-    feature_map: FeatureMap,
-    state: State | None,
-    weights: KeyWeights,
-    enable_gqa: bool,
-    window: int | None,
-    backend: str,
+    tokens: Qkv, feature_map: FeatureMap, state: State | None, weights: KeyWeights, options: Options
 ) -> tuple[Call, Rows | Partial, State]:
     """The call by a map, its rows (B, Hkv, G, Lq, ·) over the state's keys and these, and the state after them."""
-    call, apart = _checked(tokens, feature_map, weights, enable_gqa, window, backend, is_causal=True), None
+    call, apart = _checked(tokens, feature_map, weights, options, is_causal=True), None
     if state is not None:
         if not isinstance(state, State):
             raise TypeError(f"state must be a linattn.State or None, got {type(state).__name__}")
         state.check_built_with(feature_map)
-        check_continues(state, call.key, call.value, feature_map, window)
+        check_continues(state, call.key, call.value, feature_map, options[1])
         state, bias, apart = relative_to(state, call.bias, call.key.shape[2])
         call = call._replace(bias=bias)
-    rows, sums, window_keys = _attend(call := call.weighed(), backend, window, state, is_stream=True)
+    rows, sums, window_keys = _attend(call := call.weighed(), options, state, is_stream=True)
     built_with = feature_map.fingerprint() if state is None else state.built_with
     after = State(*sums, built_with, window_keys, apart).known_to_fit(call.key.shape[-1])
     return call, rows, after
 
 
-def _checked(
-    tokens: Qkv,
-    feature_map: FeatureMap,
-    weights: KeyWeights,
-    enable_gqa: bool,
-    window: int | None,
-    backend: str,
-    *,
-    is_causal: bool,
-) -> Call:
+def _checked(tokens: Qkv, feature_map: FeatureMap, weights: KeyWeights, options: Options, *, is_causal: bool) -> Call:
     """The call, wrong input refused."""
+    enable_gqa, window, backend = options
     query, key, value, bias = checked_for(feature_map, tokens, *weights, enable_gqa=enable_gqa)
     if window is not None:
         check_window(window, feature_map, query.shape[2], key.shape[2], is_causal=is_causal)
@@ -269,10 +258,10 @@ def _checked(
 
 
 def _attend(
-    call: Call, backend: str, window: int | None, state: State | None, *, is_stream: bool = False
+    call: Call, options: Options, state: State | None, *, is_stream: bool = False
 ) -> tuple[Rows | Partial, Sums, WindowKeys | RowGroups[WindowKeys] | None]:
     """Rows (B, Hkv, G, Lq, ·) over the state's keys and these, the sums after them, and a window's keys."""
-    key, value = call.key, call.value
+    key, value, (_, window, backend) = call.key, call.value, options
     with outside_autocast(key.device):
         sizes, dtype = (key.shape[0], key.shape[1], value.shape[-1]), accumulation_dtype(key.dtype)
         before = no_sums(call.bound.feature_map, *sizes, dtype, key.device) if state is None else state.sums
