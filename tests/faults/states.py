@@ -206,7 +206,13 @@ FAULTS = (
         "pass",
         FACTOR_LAWS,
     ),
-    Fault("broadcast the tokens seen", STREAMS, "n.shape != x.shape[:1]", "False", STREAM_LAWS),
+    Fault(
+        "broadcast the tokens seen",
+        STREAMS,
+        "tuple(x.shape[:1]), torch",
+        "tuple(self.num_tokens.shape), torch",
+        STREAM_LAWS,
+    ),
     Fault("go on with tokens kept of any kind", STREAMS, "    _check_kept(past, new)\n", "", STREAM_LAWS),
     Fault(
         "write over a query",

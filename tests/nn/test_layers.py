@@ -293,7 +293,7 @@ def test_states_of_other_layers_are_refused() -> None:
     for one, other in ((layer, state), (twin, kept)):
         with pytest.raises(ValueError, match=r"num_tokens must be torch.int64 of shape \(2,\) .*, got .* shape \(1,\)"):
             one.forward_with_state(tokens(2, 2), other)
-    with pytest.raises(ValueError, match=r"key must be \(\(1, 2, 2, 4\), torch.float64\) .*, got \(\(1, 2, 2, 2\), "):
+    with pytest.raises(ValueError, match=r"key must be .* of shape \(1, 2, 2, 4\) .*, got .* shape \(1, 2, 2, 2\)"):
         twin.forward_with_state(x, kept._replace(kept=kept.kept._replace(key=kept.kept.key[..., :2])))
     with pytest.raises(ValueError, match="got one without a gate's biases"):
         LAYERS["softmax-gated"](is_causal=True).forward_with_state(x, kept)

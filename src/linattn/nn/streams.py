@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from linattn.attention import State
-from linattn.softmax.checking import check_indices
+from linattn.softmax.checking import check_indices, check_tensor
+
+_REMEDY = "give each layer the state that it returned, moved with its .to() to where the tokens are"
 
 
 class KeptTokens(NamedTuple):
@@ -64,14 +66,8 @@ class Stream(NamedTuple):
 
     def num_before(self, x: Tensor) -> Tensor:
         """How many tokens each row of x (B, L, E) has before it; refuse what is no such number."""
-        n = self.num_tokens
-        if not isinstance(n, Tensor) or n.shape != x.shape[:1] or n.dtype != torch.int64 or n.device != x.device:
-            got = f"{n.dtype} of shape {tuple(n.shape)} on {n.device}" if isinstance(n, Tensor) else type(n).__name__
-            raise ValueError(
-                f"the stream's num_tokens must be torch.int64 of shape {tuple(x.shape[:1])} on {x.device}, got {got}; "
-                "give each layer the state that it returned"
-            )
-        return n
+        check_tensor("num_tokens", self.num_tokens, tuple(x.shape[:1]), torch.int64, x.device, _REMEDY)
+        return self.num_tokens
 
     def select(self, indices: Tensor) -> Stream:
         """The rows `indices` (1-D integer tensor) of the batch, in that order, copied: beams, forks, compaction."""
@@ -105,24 +101,13 @@ def extended(past: KeptTokens | None, new: KeptTokens, log_decay: Tensor | None 
 def _check_kept(past: KeptTokens, new: KeptTokens) -> None:
     """Refuse tokens kept whose tensors do not belong together, or that these do not continue."""
     length = past.key.shape[2] if isinstance(past.key, Tensor) and past.key.ndim == 4 else 0
-    batch, heads = new.key.shape[:2]
-    bias = None if new.key_bias is None else ((batch, heads, length), new.key_bias.dtype)
-    wanted = {
-        "key": ((batch, heads, length, new.key.shape[3]), new.key.dtype),
-        "value": ((batch, heads, length, new.value.shape[3]), new.value.dtype),
-        "key_mask": None if past.key_mask is None else ((batch, length), torch.bool),
-        "key_bias": bias,
-    }
-    for name, outline in wanted.items():
-        x = getattr(past, name)
-        got = (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x
-        if got != outline:
-            raise ValueError(
-                f"the stream's {name} must be {outline} to go on with these tokens, got {got}; give each layer the "
-                "state that it returned"
-            )
-        if isinstance(x, Tensor) and x.device != new.key.device:
-            raise ValueError(f"the stream's {name} is on {x.device}, the tokens on {new.key.device}; call .to()")
+    (batch, heads, _, width), device = new.key.shape, new.key.device
+    check_tensor("key", past.key, (batch, heads, length, width), new.key.dtype, device, _REMEDY)
+    check_tensor("value", past.value, (batch, heads, length, new.value.shape[3]), new.value.dtype, device, _REMEDY)
+    if past.key_mask is not None:
+        check_tensor("key_mask", past.key_mask, (batch, length), torch.bool, device, _REMEDY)
+    if new.key_bias is not None:
+        check_tensor("key_bias", past.key_bias, (batch, heads, length), new.key_bias.dtype, device, _REMEDY)
 
 
 def _mask(tokens: KeptTokens) -> Tensor:
