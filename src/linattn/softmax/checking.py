@@ -71,7 +71,7 @@ def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     first = tensors[0]
     if not isinstance(first, Tensor) or first.is_meta or not torch.is_autocast_enabled(first.device.type):
         return tensors
-    if any(not isinstance(x, Tensor) or x.is_meta or x.dtype not in DTYPES for x in tensors):
+    if any(not isinstance(x, Tensor) or x.dtype not in DTYPES for x in tensors):
         return tensors
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
     return tuple(x.to(dtype) for x in tensors)
