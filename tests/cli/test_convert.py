@@ -154,7 +154,7 @@ def test_maps_alone(run, folder, tmp_path):
         (["--map", "window 4 + merged 8"], "--map must be a map, as LearnedExponential, got 'window 4 + merged 8'"),
         (["--map", "Taylor(order=1) + window 3"], "the window must be a power of two"),
         (["--map", "Taylor(order=1) + window 4"], "cannot share a normaliser"),
-        (["--minutes", "inf"], "--minutes must be a finite number of 0 or more"),
+        (["--minutes", "inf"], "--minutes must be a finite number >= 0"),
         (["--tokens", "5000"], "--tokens is 5000, and BertModel takes at most 512"),
         (["--tokens", "500"], "wanted 16 or more"),
         (["--tokens", "4"], "which leaves 4 tokens for a text"),

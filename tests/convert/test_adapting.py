@@ -98,7 +98,7 @@ def test_a_conversion_cut_off_goes_on(build, batches, ticking, tmp_path):
 
 def test_refused(build, batches):
     for wrong in (0, -1):
-        with pytest.raises(ValueError, match="adapter_rank must be 1 or more"):
+        with pytest.raises(ValueError, match="adapter_rank must be an integer of at least 1"):
             replace(CONFIG, adapter_rank=wrong)
     with pytest.raises(ValueError, match="got 2 with distil=False"):
         replace(CONFIG, distil=False)

@@ -13,16 +13,17 @@ from linattn.methods.method import parse_method
 MAP = "LearnedExponential"
 
 
-@pytest.mark.parametrize("minutes", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize("minutes", [-1.0, math.nan, math.inf, "5", True])
 def test_minutes(minutes):
-    with pytest.raises(ValueError, match="minutes must be a finite number of 0 or more, got"):
+    with pytest.raises(ValueError, match="minutes must be a finite number >= 0, got"):
         ConvertConfig(minutes=minutes)
 
 
 @pytest.mark.parametrize("name", ["num_tokens", "batch_size", "learning_rate", "map_learning_rate"])
 @pytest.mark.parametrize("value", [0, -2, math.nan, math.inf])
 def test_other_numbers(name, value):
-    with pytest.raises(ValueError, match=f"{name} must be a positive number, got"):
+    words = "a finite number > 0" if name.endswith("rate") else "an integer of at least 1"
+    with pytest.raises(ValueError, match=f"{name} must be {words}, got"):
         ConvertConfig(**{name: value})
 
 
@@ -31,15 +32,16 @@ def test_other_numbers(name, value):
 )
 def test_what_is_no_integer_or_one_for_several(name):
     values = {"texts": ["abc"], "layers": ["0", 1]}.get(name, [2.5, True])
-    words = "must be several, got" if name in ("texts", "layers") else "must be an integer, got"
+    are_many = name in ("texts", "layers")
+    error, words = (TypeError, "several") if are_many else (ValueError, "an integer of at least 1")
     for value in values:
-        with pytest.raises(TypeError, match=f"{name} {words}"):
+        with pytest.raises(error, match=f"{name} must be {words}, got"):
             ConvertConfig(**{name: value})
 
 
-@pytest.mark.parametrize("value", [0, -1, 17])
-def test_the_shortest_text_is_no_longer_than_the_longest(value):
-    with pytest.raises(ValueError, match=rf"min_tokens must lie in \[1, num_tokens=16\], got {value}"):
+@pytest.mark.parametrize(("value", "words"), [(0, "an integer of at least 1"), (17, "at most num_tokens=16")])
+def test_the_shortest_text_is_no_longer_than_the_longest(value, words):
+    with pytest.raises(ValueError, match=f"min_tokens must be {words}, got {value}"):
         ConvertConfig(num_tokens=16, min_tokens=value)
 
 

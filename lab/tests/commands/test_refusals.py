@@ -92,7 +92,7 @@ WRONG = {
         "--map Nope": "--map: 'Nope': there is no feature map 'Nope'",
         "--seed -1": "Invalid value for '--seed': Input should be greater than or equal to 0",
         "--features 0": "Invalid value for '--features': Input should be greater than or equal to 1",
-        "--minutes inf": "--minutes must be a finite number of 0 or more, got inf",
+        "--minutes inf": "--minutes must be a finite number >= 0, got inf",
     },
     "generate": {
         "--tokens 0": "Invalid value for '--tokens': Input should be greater than or equal to 1",

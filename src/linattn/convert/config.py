@@ -1,9 +1,8 @@
 """Settings of a conversion."""
 
-import math
 from dataclasses import dataclass
 
-from linattn.feature_maps.arguments import check_seed
+from linattn.feature_maps.arguments import check_count, check_number, check_seed
 from linattn.methods.method import Method, parse_method
 
 DEFAULT_MAP = "Expansion(num_centres=16) + window 32"
@@ -35,15 +34,16 @@ class ConvertConfig:
         seed: of the draws and of the order of texts.
 
     Raises:
-        TypeError: if a number is no integer that has to be one, or `texts` or `layers` are not several.
+        TypeError: if `texts` or `layers` are not several.
         ValueError: if `feature_map` names no map, as merged keys, which need no training; a number is not positive
-            (`minutes`, `seed`: negative) or not finite, or adapters come without distillation.
+            (`minutes`, `seed`: negative), not finite, or no integer where it has to be one; adapters come without
+            distillation.
 
     Example:
         >>> ConvertConfig(minutes=-1)
         Traceback (most recent call last):
         ...
-        ValueError: minutes must be a finite number of 0 or more, got -1
+        ValueError: minutes must be a finite number >= 0, got -1
     """
 
     feature_map: str | tuple[str, ...] | None = None
@@ -79,26 +79,21 @@ class ConvertConfig:
                 f"feature_map must be a map, as LearnedExponential, got {merged[0]!r}: merged keys need no training; "
                 "bound a decoder's KV cache with linattn.hf.BoundedCache, or linearize_ an encoder by them"
             )
-        if not (math.isfinite(self.minutes) and self.minutes >= 0):
-            raise ValueError(f"minutes must be a finite number of 0 or more, got {self.minutes}")
         check_seed(self.seed)
-        for name in ("num_tokens", "batch_size", "learning_rate", "map_learning_rate"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be a positive number, got {value}")
-        if self.min_tokens is not None and not 1 <= self.min_tokens <= self.num_tokens:
-            raise ValueError(f"min_tokens must lie in [1, num_tokens={self.num_tokens}], got {self.min_tokens}")
-        if self.num_features is not None and self.num_features < 1:
-            raise ValueError(f"num_features must be a positive number, got {self.num_features}")
-        if self.adapter_rank is not None and not (self.adapter_rank >= 1 and self.distil):
+        check_number("minutes", self.minutes)
+        for name in ("learning_rate", "map_learning_rate"):
+            check_number(name, getattr(self, name), positive=True)
+        optional = ("num_features", "min_tokens", "adapter_rank")
+        for name in ("num_tokens", "batch_size", *optional):
+            if (value := getattr(self, name)) is not None or name not in optional:
+                check_count(name, value)
+        if self.min_tokens is not None and self.min_tokens > self.num_tokens:
+            raise ValueError(f"min_tokens must be at most num_tokens={self.num_tokens}, got {self.min_tokens}")
+        if self.adapter_rank is not None and not self.distil:
             raise ValueError(
-                f"adapter_rank must be 1 or more, of weights that are distilled, got {self.adapter_rank} with "
-                f"distil={self.distil}; leave it out to train all weights"
+                f"adapter_rank is for weights that are distilled, got {self.adapter_rank} with distil=False; leave it "
+                "out, or distil"
             )
-        for name in ("num_features", "num_tokens", "min_tokens", "adapter_rank", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
         for name, kinds in (("texts", str), ("layers", int | str)):
             if isinstance(value := getattr(self, name), kinds):
                 raise TypeError(f"{name} must be several, got {type(value).__name__}; write {name}=(…,)")
