@@ -45,7 +45,7 @@ FAULTS = (
     ),
     Fault(
         "take statistics over keys that a bias masks",
-        "attention/_check.py",
+        "attention/checking.py",
         "    live = key_bias != -torch.inf\n",
         "    live = torch.ones_like(key_bias, dtype=torch.bool)\n",
         LAWS,

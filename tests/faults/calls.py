@@ -84,7 +84,7 @@ FAULTS = (
     ),
     Fault(
         "name a draw by its seed alone",
-        "feature_maps/_random_base.py",
+        "feature_maps/random_base.py",
         'return self._digest_of("projection")',
         'return ""',
         "tests/laws/test_fold.py",
@@ -98,14 +98,14 @@ FAULTS = (
     ),
     Fault(
         "count a process's maps from its first on",
-        "feature_maps/_base.py",
+        "feature_maps/base.py",
         "int.from_bytes(os.urandom(8)) >> 2",
         "len(_LIVE)",
         "tests/laws/test_shapes_alone.py -k another_process",
     ),
     Fault(
         "keep a digest that could not be taken",
-        "feature_maps/_base.py",
+        "feature_maps/base.py",
         "if is_derived and found != UNREAD:",
         "if is_derived:",
         "tests/laws/test_shapes_alone.py -k known_again",

@@ -172,14 +172,14 @@ FAULTS = (
     ),
     Fault(
         "count a redraw that is repeated as one after the forward pass",
-        "feature_maps/_random_base.py",
+        "feature_maps/random_base.py",
         "0 if is_repeated else torch._C._autograd._get_sequence_nr()",
         "torch._C._autograd._get_sequence_nr()",
         "tests/nn/test_redrawing.py",
     ),
     Fault(
         "compare nodes of several threads",
-        "feature_maps/_random_base.py",
+        "feature_maps/random_base.py",
         "if node is None and thread != get_ident():",
         "if False:",
         "tests/nn/test_redrawing.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from faults.fault import Fault
 
-CHECKS, STATE, LAWS = "attention/_check.py", "attention/state.py", "tests/laws/test_state_checks.py"
+CHECKS, STATE, LAWS = "attention/checking.py", "attention/state.py", "tests/laws/test_state_checks.py"
 FAR, SUMS, STREAMS, STREAM_LAWS = "attention/sums.py", "attention/sums.py", "nn/streams.py", "tests/nn/test_streams.py"
 TENSORS, MERGED_CHECKS = "softmax/checking.py", "kv_cache/state_checks.py"
 MERGED_STATE, MERGED_LAWS = "kv_cache/state.py", "tests/kv_cache/test_state_checks.py"

@@ -30,7 +30,7 @@ from linattn.feature_maps import (
     Trigonometric,
     features,
 )
-from linattn.feature_maps._random_base import RandomFeatureMap
+from linattn.feature_maps.random_base import RandomFeatureMap
 
 D = 8
 NUM_DRAWS = 4000

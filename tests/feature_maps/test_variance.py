@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from linattn.feature_maps import FavorPlus, Hyperbolic, Oprf, RandomRelu, Trigonometric, features
-from linattn.feature_maps._random_base import RandomFeatureMap
+from linattn.feature_maps.random_base import RandomFeatureMap
 
 D = 8
 NUM_ROWS = 12  # one block and a half

@@ -13,7 +13,7 @@ import linattn
 from grid import HEAD_DIM, MAPS, build, tokens
 from linattn import MergedKV, nn, positions
 from linattn.feature_maps import FavorPlus, FittedMap
-from linattn.feature_maps._base import features
+from linattn.feature_maps.base import features
 
 # Once in a process, by whichever test comes first.
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import linattn
 from grid import CASES, CAUSAL_MAPS, HEAD_DIM, MAPS, RECORDED_MAPS, Case, Learned, build, build_anew, qkv, sums, total
 from linattn.feature_maps import RandomFeatureMap
-from linattn.feature_maps._base import live_map
+from linattn.feature_maps.base import live_map
 
 TRANSFORM_CASES = tuple(
     c

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
-from linattn.feature_maps._random_base import check_not_redrawn
+from linattn.feature_maps.random_base import check_not_redrawn
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 
 

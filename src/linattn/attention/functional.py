@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from linattn.attention._check import check_continues, checked_for, live_keys
 from linattn.attention.backends import Call, Rows, check_backend, choose
 from linattn.attention.backends.backend import as_partial
 from linattn.attention.bound_map import bind
+from linattn.attention.checking import check_continues, checked_for, live_keys
 from linattn.attention.state import State
 from linattn.attention.sums import Sums, no_sums, relative_to
 from linattn.attention.window import WindowKeys, attend_with_window, check_window

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linattn.attention._check import checked_for
+from linattn.attention.checking import checked_for
 from linattn.attention.functional import linear_attention, linear_attention_with_state
 from linattn.attention.state import State
 from linattn.feature_maps import FeatureMap

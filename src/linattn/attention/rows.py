@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from linattn.attention._check import checked_for, live_keys
 from linattn.attention.bound_map import bind
+from linattn.attention.checking import checked_for, live_keys
 from linattn.attention.sums import lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.softmax.attention import causal_mask, inert

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from linattn.attention._check import check_continues, check_map, check_tensors, checked_for
 from linattn.attention.backends import Call, choose
 from linattn.attention.backends.backend import as_partial
+from linattn.attention.checking import check_continues, check_map, check_tensors, checked_for
 from linattn.attention.sums import Sums, apart_of, no_sums, relative_to, split_factor
 from linattn.attention.window import WindowKeys, decayed
 from linattn.feature_maps import FeatureMap

@@ -10,11 +10,10 @@ Letters: B batch, H heads, Hkv key/value heads, G = H/Hkv query heads of a group
 features, m rows of a projection W: R of them, or R/2 where each makes two features.
 """
 
-from linattn.feature_maps._base import FeatureMap as FeatureMap
-from linattn.feature_maps._base import features as features
 from linattn.feature_maps._fitted import FittedMap as FittedMap
-from linattn.feature_maps._random_base import RandomFeatureMap as RandomFeatureMap
 from linattn.feature_maps._wrapper import Wrapper as Wrapper
+from linattn.feature_maps.base import FeatureMap as FeatureMap
+from linattn.feature_maps.base import features as features
 from linattn.feature_maps.elementwise import Dpfp as Dpfp
 from linattn.feature_maps.elementwise import ElementwisePolynomial as ElementwisePolynomial
 from linattn.feature_maps.elementwise import EluPlusOne as EluPlusOne
@@ -29,6 +28,7 @@ from linattn.feature_maps.learned import LearnedMap as LearnedMap
 from linattn.feature_maps.oprf import Oprf as Oprf
 from linattn.feature_maps.polynomial import Taylor as Taylor
 from linattn.feature_maps.polynomial import TensorPolynomial as TensorPolynomial
+from linattn.feature_maps.random_base import RandomFeatureMap as RandomFeatureMap
 from linattn.feature_maps.random_features import FavorPlus as FavorPlus
 from linattn.feature_maps.random_features import Hyperbolic as Hyperbolic
 from linattn.feature_maps.random_features import RandomRelu as RandomRelu

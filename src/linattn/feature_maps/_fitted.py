@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._base import FeatureMap, UncastBuffers
+from linattn.feature_maps.base import FeatureMap, UncastBuffers
 from linattn.softmax.checking import check_dense
 from linattn.softmax.tracing import outside_inference
 

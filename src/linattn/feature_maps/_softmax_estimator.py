@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._moments import log_mean_exp
-from linattn.feature_maps._random_base import RandomFeatureMap
 from linattn.feature_maps.powers import Powers, add_multiplied_
+from linattn.feature_maps.random_base import RandomFeatureMap
 from linattn.softmax.precision import LOG2_E
 from linattn.softmax.tracing import outside_transforms
 

@@ -5,8 +5,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._base import FeatureMap
 from linattn.feature_maps._fitted import FittedMap
+from linattn.feature_maps.base import FeatureMap
 from linattn.feature_maps.expansion import GroupedFeatureMap
 from linattn.softmax.precision import LOG2_E, outside_autocast
 

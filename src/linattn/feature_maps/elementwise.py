@@ -9,8 +9,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._base import FeatureMap, features
 from linattn.feature_maps.arguments import check_count, check_number
+from linattn.feature_maps.base import FeatureMap, features
 
 
 class ElementwiseMap(FeatureMap):

@@ -10,9 +10,9 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._base import FeatureMap
 from linattn.feature_maps._fitted import FittedMap, by_head, grouped_sample, kmeans, means, nearest, token_mean
 from linattn.feature_maps.arguments import check_count, check_seed, temperature
+from linattn.feature_maps.base import FeatureMap
 from linattn.feature_maps.powers import squared_length
 from linattn.softmax.precision import outside_autocast
 

@@ -7,10 +7,10 @@ from typing import Self, final
 import torch
 from torch import Tensor, nn
 
-from linattn.feature_maps._base import FeatureMap, features
-from linattn.feature_maps._random_base import draw_projection
 from linattn.feature_maps.arguments import check_count, check_seed, temperature
+from linattn.feature_maps.base import FeatureMap, features
 from linattn.feature_maps.powers import add_multiplied_, as_powers, multiplied, squared_length
+from linattn.feature_maps.random_base import draw_projection
 from linattn.softmax.precision import LOG2_E
 
 

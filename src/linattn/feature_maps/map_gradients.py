@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._base import FeatureMap, pulled
+from linattn.feature_maps.base import FeatureMap, pulled
 from linattn.softmax.precision import accumulation_dtype
 
 # Blocks whose gradients are to be found together: x (B, H, n, D), gradients (B, H, n, …) of what the map made of it,

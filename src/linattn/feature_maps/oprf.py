@@ -6,12 +6,12 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._base import has_number
 from linattn.feature_maps._fitted import FittedMap, grouped_sample, token_mean
 from linattn.feature_maps._moments import Lengths, combine, exponential_variance, log_mean_exp, pair_excess
-from linattn.feature_maps._random_base import Draw
 from linattn.feature_maps._softmax_estimator import ExponentialEstimator
 from linattn.feature_maps.arguments import check_number
+from linattn.feature_maps.base import has_number
+from linattn.feature_maps.random_base import Draw
 
 
 @final

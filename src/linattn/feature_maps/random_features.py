@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._moments import Lengths, chi_moment_ratio, cosine_variance, exponential_variance, mean_cosine
-from linattn.feature_maps._random_base import Draw, RandomFeatureMap
 from linattn.feature_maps._softmax_estimator import ExponentialEstimator, SoftmaxEstimator
 from linattn.feature_maps.arguments import check_number
 from linattn.feature_maps.powers import multiplied
+from linattn.feature_maps.random_base import Draw, RandomFeatureMap
 
 
 @final

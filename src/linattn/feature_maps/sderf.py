@@ -5,10 +5,10 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._base import in_both_dtypes
 from linattn.feature_maps._fitted import FittedMap, grouped_sample, second_moment, shared, spectral, token_mean
-from linattn.feature_maps._random_base import Draw
 from linattn.feature_maps._softmax_estimator import ExponentialEstimator
+from linattn.feature_maps.base import in_both_dtypes
+from linattn.feature_maps.random_base import Draw
 
 
 @final

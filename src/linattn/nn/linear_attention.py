@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.attention import State, linear_attention, linear_attention_with_state
-from linattn.attention._check import check_heads, check_map
+from linattn.attention.checking import check_heads, check_map
 from linattn.attention.window import check_window
 from linattn.feature_maps import FeatureMap
 from linattn.nn.attention import Attention, Heads, QkNorm

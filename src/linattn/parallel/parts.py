@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from linattn.attention import State, linear_attention_with_state
-from linattn.attention._check import checked_for
 from linattn.attention.backends import Call, choose
+from linattn.attention.checking import checked_for
 from linattn.attention.window import WindowKeys, attend_around
 from linattn.feature_maps import FeatureMap
 from linattn.parallel.ranks import Exchange, Gather, Ranks

@@ -6,8 +6,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from linattn.attention._check import check_map
 from linattn.attention.bound_map import bind
+from linattn.attention.checking import check_map
 from linattn.feature_maps import FeatureMap
 from linattn.feature_maps.arguments import check_count, check_number, check_seed
 from linattn.softmax.checking import check_dense

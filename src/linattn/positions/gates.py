@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from linattn.attention import State, linear_attention_with_state
 from linattn.feature_maps import FeatureMap
-from linattn.feature_maps._base import UncastBuffers
 from linattn.feature_maps.arguments import check_count, check_number
+from linattn.feature_maps.base import UncastBuffers
 from linattn.softmax.checking import DTYPES, check_bool, check_dense, check_dtype
 from linattn.softmax.partial import Attended
 from linattn.softmax.precision import accumulation_dtype, outside_autocast

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from linattn.attention._check import checked_for
 from linattn.attention.bound_map import BoundMap, bind, check_unchanged
+from linattn.attention.checking import checked_for
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.softmax.attention import inert
 from linattn.softmax.checking import DTYPES, check_dtype

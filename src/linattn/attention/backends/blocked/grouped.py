@@ -19,7 +19,7 @@ from linattn.attention.backends.blocked.blocks import Running, Workspace
 from linattn.attention.backends.blocked.records import Causal, Gradients, Read, Saved, sums_of
 from linattn.attention.sums import Sums, lowest, per_feature
 from linattn.feature_maps import GroupedFeatureMap
-from linattn.feature_maps._base import pulled
+from linattn.feature_maps.base import pulled
 from linattn.feature_maps.map_gradients import MapGradients
 from linattn.softmax.attention import causal_mask
 from linattn.softmax.precision import accumulation_dtype

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from linattn.attention.backends.blocked import fold
 from linattn.attention.bound_map import check_unchanged
-from linattn.feature_maps._base import live_map
+from linattn.feature_maps.base import live_map
 
 
 @torch.library.custom_op("linattn::fold", mutates_args=())

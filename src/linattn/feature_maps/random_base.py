@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from linattn.feature_maps._base import FeatureMap, UncastBuffers, has_number, in_both_dtypes
 from linattn.feature_maps._moments import Lengths, Rows
 from linattn.feature_maps.arguments import check_count, check_seed, temperature
+from linattn.feature_maps.base import FeatureMap, UncastBuffers, has_number, in_both_dtypes
 from linattn.feature_maps.powers import squared_length
 
 Draw = Literal["orthogonal", "iid"]
