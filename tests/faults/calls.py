@@ -106,7 +106,7 @@ FAULTS = (
     Fault(
         "keep a digest that could not be taken",
         "feature_maps/base.py",
-        "if is_derived and found != UNREAD:",
+        "if is_derived and fingerprint != UNREAD:",
         "if is_derived:",
         "tests/laws/test_shapes_alone.py -k known_again",
     ),

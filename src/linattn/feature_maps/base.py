@@ -96,10 +96,10 @@ class UncastBuffers(nn.Module):
         if is_derived and names in self._digests:
             return self._digests[names]
         held = [x for name in names if (x := getattr(self, name)) is not None]
-        found = digest(*held) if held else str(None)
-        if is_derived and found != UNREAD:  # Another time there may be values.
-            self._digests = {**self._digests, names: found}
-        return found
+        fingerprint = digest(*held) if held else str(None)
+        if is_derived and fingerprint != UNREAD:  # Another time there may be values.
+            self._digests = {**self._digests, names: fingerprint}
+        return fingerprint
 
 
 class FeatureMap(nn.Module, ABC):
