@@ -296,4 +296,18 @@ FAULTS = (
         "        is_causal: bool = False,\n        average_attn_weights: bool = True,\n",
         "tests/nn/test_multihead_attention.py -k order",
     ),
+    Fault(
+        "take a vocabulary of any size",
+        "nn/models.py",
+        'check_count("vocab_size", vocab_size)',
+        "vocab_size",
+        "tests/nn/test_models.py -k fit",
+    ),
+    Fault(
+        "build a layer around a map of other heads",
+        "nn/linear_attention.py",
+        "        check_heads(bound,",
+        "        (bound,",
+        LAYERS,
+    ),
 )

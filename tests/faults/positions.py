@@ -265,4 +265,11 @@ FAULTS = (
         "",
         "tests/laws/test_shapes_alone.py",
     ),
+    Fault(
+        "bind what is no map",
+        "positions/encodings.py",
+        "        check_map(feature_map)\n",
+        "",
+        "tests/positions/test_encodings.py -k refused",
+    ),
 )
