@@ -8,20 +8,6 @@ BLOCKED = "attention/backends/blocked/"
 
 FAULTS = (
     Fault(
-        "let Ctrl-C be swallowed while modules are loaded",
-        "cli/__init__.py",
-        "        signal.signal(signal.SIGINT, signal.SIG_DFL)",
-        "        pass",
-        "tests/cli/test_app.py",
-    ),
-    Fault(
-        "end a work that has begun without its message",
-        "cli/terminal.py",
-        "        signal.signal(signal.SIGINT, signal.default_int_handler)",
-        "        pass",
-        "tests/cli/test_app.py",
-    ),
-    Fault(
         "end where a terminal cannot encode a letter",
         "cli/__init__.py",
         'errors="backslashreplace"',

@@ -101,13 +101,12 @@ def uninstall(model: PreTrainedModel) -> None:
     restore(former)
     for hook in hooks:
         hook.remove()
-    for attributes in attributes_beside(model):
+    for attributes in list(attributes_beside(model)):
         attributes.pop(_FORMER, None)
-    for module in list(model.modules()):
         # Also one that is wrapped.
-        held = module._modules.get(ATTRIBUTE)
+        held = attributes["_modules"].get(ATTRIBUTE)
         if held is not None and any(isinstance(part, LayerAttention) for part in held.modules()):
-            delattr(module, ATTRIBUTE)
+            del attributes["_modules"][ATTRIBUTE]
     for name in (_PREPARE, _SAVE, UNDO):
         vars(model).pop(name, None)
     unmark(model)
