@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -99,23 +100,38 @@ def test_a_package_that_is_missing_is_named(run_program, words, missing, said):
     assert done.stderr.startswith(said)
 
 
-@pytest.mark.parametrize("module", ["linattn.cli.app", "linattn.cli.convert"])
-def test_ctrl_c_while_modules_are_loaded_is_no_traceback(run_program, module):
+@pytest.mark.parametrize("module", ["linattn.cli.app", "linattn.cli.generate", "linattn.cli.generation"])
+def test_ctrl_c_while_modules_are_loaded_ends_the_command(run_program, tmp_path, module):
+    """Also while an object is destroyed, where Python swallows errors; once the work has begun, it is such an error."""
     program = f"""
-import sys
+import signal, sys
 from linattn.cli import main
 
-class Interrupted:
+class Interrupting:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+class Finder:
     def find_spec(name, path=None, target=None):
         if name == {module!r}:
-            raise KeyboardInterrupt
+            Interrupting()
 
 sys.modules.pop({module!r}, None)
-sys.meta_path.insert(0, Interrupted)
+sys.meta_path.insert(0, Finder)
 main()
 """
-    done = run_program(program, "convert", "--help")
-    assert (done.returncode, done.stderr) == (130, "")
+    done = run_program(program, "generate", str(tmp_path), "--prompt", "a")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+    begun = """
+import signal
+from rich.console import Console
+from linattn.cli.terminal import ending
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+with ending(Console(), lambda: "Nothing was kept yet."):
+    signal.raise_signal(signal.SIGINT)
+"""
+    assert "Interrupted. Nothing was kept yet." in run_program(begun).stdout
 
 
 def test_missing_extras_are_named(monkeypatch):

@@ -10,6 +10,20 @@ TRANSFORMERS = "tests/hf/test_context_parallel.py"
 
 FAULTS = (
     Fault(
+        "let Ctrl-C be swallowed while modules are loaded",
+        "cli/__init__.py",
+        "        signal.signal(signal.SIGINT, signal.SIG_DFL)",
+        "        pass",
+        "tests/cli/test_app.py",
+    ),
+    Fault(
+        "end a work that has begun without its message",
+        "cli/terminal.py",
+        "        signal.signal(signal.SIGINT, signal.default_int_handler)",
+        "        pass",
+        "tests/cli/test_app.py",
+    ),
+    Fault(
         "take each process's own number for the first's",
         "processes/group.py",
         "        dist.broadcast_object_list(held, src=0)\n        return held[0]",

@@ -231,3 +231,14 @@ def test_a_decoder_is_bounded_beside_a_linearized_encoder():
     linearize_(decoder, "EluPlusOne")
     with pytest.raises(ValueError, match="is linearized, and keeps states in a StateCache"):
         BoundedCache(decoder, config=ENOUGH)
+
+
+def test_a_compiled_model_of_other_numbers_of_tokens_in_each_call(language_model):
+    """From the second number on a compiler takes them for symbols, which become no numbers of a class of ours."""
+    torch.compiler.reset()
+    model, tokens = language_model("llama"), torch.arange(3, 23)[None]
+    cache, compiled = BoundedCache(model, config=ENOUGH), torch.compile(model.forward, backend="eager")
+    with torch.no_grad():
+        wanted = model(tokens).logits
+        outs = [compiled(part, past_key_values=cache).logits for part in tokens.split([9, 1, 1, 4, 5], 1)]
+    torch.testing.assert_close(torch.cat(outs, 1), wanted, rtol=1e-4, atol=1e-5)

@@ -52,8 +52,10 @@ def test_a_folder_that_is_read_by_our_implementation(model, tmp_path, save):
     assert torch.equal(run(from_pretrained(tmp_path / "new"), model.inputs), run(model, model.inputs))
 
 
-def test_a_copied_configuration(model):
-    other = type(model)(copy.deepcopy(model.config)).eval()
+@pytest.mark.parametrize("taken", [lambda x: x, copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_model_that_is_built_from_the_configuration(model, taken):
+    """It, or a copy: a model that was there before, and has it in common, is another case."""
+    other = type(model)(taken(model.config)).eval()
     other.load_state_dict(model.state_dict(), strict=False)
     with pytest.raises(ValueError, match=WORDS):
         run(other, model.inputs)
@@ -61,9 +63,28 @@ def test_a_copied_configuration(model):
         linearize_(other, method=LEARNED)
     with intercept(other, lambda call: call.softmax()):
         run(other, model.inputs)
+    restore_(model)
     other.set_attn_implementation("sdpa")
     assert torch.equal(run(other, model.inputs), model.softmax)
     linearize_(other, method=LEARNED)
+
+
+@pytest.mark.parametrize("copied", [lambda x: x, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_two_models_of_one_configuration(build, copied):
+    """As a teacher and a student: what was built before keeps its attention, and a cache may bound it."""
+    student, inputs = build("llama", attn_implementation="eager"), batch("llama")
+    teacher = type(student)(student.config).eval()
+    wanted = run(teacher, inputs)
+    linearize_(student, method=LEARNED)
+    student, teacher = copied([student, teacher])
+    assert torch.equal(run(teacher, inputs), wanted)
+    restore_(student)
+    assert torch.equal(run(teacher, inputs), wanted)
+    teacher.set_attn_implementation("sdpa")
+    other = run(teacher, inputs)
+    BoundedCache(teacher)
+    assert torch.equal(run(teacher, inputs), other)
+    assert not any("linattn" in name for module in teacher.modules() for name in vars(module))
 
 
 def test_copies_of_a_model_attend_as_it_does(model):

@@ -1,6 +1,7 @@
 """The `linattn` command: thin, it only calls rooms."""
 
 import os
+import signal
 import sys
 from importlib.util import find_spec
 from io import TextIOWrapper
@@ -18,10 +19,10 @@ def main() -> None:
     sys.stdout, sys.stderr = (x or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w") for x in (sys.stdout, sys.stderr))
     if isinstance(sys.stdout, TextIOWrapper):  # What its encoding lacks is escaped, as on the standard error.
         sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        # Only here, so that a missing package ends in the sentence above and not in a traceback.
-        from linattn.cli.app import app
+    # Until the work begins, by `ending`: Python swallows what is raised as objects are destroyed, as in imports.
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Only here, so that a missing package ends in the sentence above and not in a traceback.
+    from linattn.cli.app import app
 
-        app()
-    except KeyboardInterrupt:  # While modules are loaded, and nothing is done yet.
-        sys.exit(130)
+    app()

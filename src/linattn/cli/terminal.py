@@ -1,5 +1,6 @@
 """Terminal output of the commands: progress, tables, errors."""
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -27,6 +28,8 @@ def of_option(option: str) -> Iterator[None]:
 @contextmanager
 def ending(console: Console, what_is_left: Callable[[], str]) -> Iterator[None]:
     """Turn an interrupt inside the block into a message and exit code 130."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:

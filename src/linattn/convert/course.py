@@ -136,21 +136,17 @@ class Course:
         linearization = linearize_(self._model, lambda _: next(following), layers=layers, window=windows)
         if config.feature_map is None:
             self._check_pays(calls)
-        self._begin()
-        if measurable:
-            self._audit("unconverted")
-            fit_maps(maps, self._layers, self._teacher, calibration)
-        return maps, fitted, linearization
-
-    def _begin(self) -> None:
-        """Take the folder, now that nothing is refused any more, and measure the baseline."""
-        # The kernels too.
+        # Nothing is refused any more: the folder is taken, and the baseline measured. The kernels evaluate too.
         self._model.train(False)
         if self._work is not None:
             self._work.claim()
         names = {layer.module_name for layer in self._layers}
         texts, exact = self._samples.held_out, self._exact
         self._stage(BASELINE, lambda: measure_uniform(self._teacher, texts, exact, names, self._measured))
+        if measurable:
+            self._audit("unconverted")
+            fit_maps(maps, self._layers, self._teacher, calibration)
+        return maps, fitted, linearization
 
     def undo(self) -> None:
         """Make the model what it was."""

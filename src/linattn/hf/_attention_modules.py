@@ -1,13 +1,13 @@
 """Find the modules of a model that compute attention, and switch them to a registered implementation and back."""
 
+import gc
 import inspect
 import re
 import sys
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -154,13 +154,6 @@ class Implementation(str):
     """The name of an attention implementation that stands in another's place, and what that was."""
 
     former: str | None = None
-    is_copied_alone = False  # with its configuration, for another model than the one that attends so
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Of a model's copy, which attends as the model does, or of a configuration's."""
-        copied = copy(self)
-        copied.is_copied_alone |= not any(isinstance(x, nn.Module) for x in memo.values())
-        return copied
 
 
 def put_before(model: PreTrainedModel, name: str) -> None:
@@ -188,9 +181,7 @@ def former_of(module: nn.Module) -> str | None:
     """Name of the attention implementation before `put_before`; the class's default where it was loaded with ours."""
     config: Any = module.config
     name, kind = config._attn_implementation, type(getattr(module, "behind", module))
-    # Of a folder the mark has given way to the implementation that a caller named.
-    is_foreign = getattr(name, "is_copied_alone", getattr(config, _WRITTEN, None) != MARK)
-    _refuse_configuration(kind, hasattr(config, _LINEARIZED) and is_foreign)
+    _refuse_configuration(kind, hasattr(config, _LINEARIZED))
     if isinstance(name, Implementation):
         return name.former
     if kind not in _DEFAULTS:
@@ -242,6 +233,16 @@ def implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
     named = ((module, id(getattr(module, "config", model.config))) for module in model.modules())
     root = configs[id(model.config)]
     return [*configs.values(), *((module, configs.get(place, root)[1]) for module, place in named)]
+
+
+def attributes_beside(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
+    """Attributes of a model's modules, and of others that have a configuration in common with it, as a decoder's."""
+    yield from map(vars, model.modules())
+    configs = {id(config): config for config in _configs(model)}
+    for holder in gc.get_referrers(*configs.values()):
+        attributes = vars(holder) if isinstance(holder, nn.Module) else holder
+        if isinstance(attributes, dict) and "_modules" in attributes and id(attributes.get("config")) in configs:
+            yield attributes
 
 
 def mark(model: PreTrainedModel) -> None:

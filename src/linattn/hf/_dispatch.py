@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from linattn.hf._attention_modules import (
+    attributes_beside,
     former_of,
-    implementations,
     mark,
     parts_of,
-    put_before,
     restore,
     switch_to,
     unmark,
@@ -75,12 +74,11 @@ def attend(
 def install(model: PreTrainedModel, attentions: Sequence[Attending]) -> None:
     """Make these modules of a model attend by what was built for them and tried, and `generate` keep states."""
     # Nothing is changed before everything is built, and the switch undoes itself where a model refuses it.
-    modules = [(part, name) for part, name in implementations(model) if isinstance(part, nn.Module)]
-    # Each configuration is to know what it named.
-    restore(former := switch_to(model, NAME))
-    put_before(model, NAME)
-    for module, name in modules:
-        setattr(module, _FORMER, name)
+    former = switch_to(model, NAME)
+    formers = {id(config): name for config, name in former}
+    # A model that is built of such a configuration later has none of these names, and is refused.
+    for attributes in attributes_beside(model):
+        attributes[_FORMER] = formers.get(id(attributes.get("config")), formers[id(model.config)])
     for part, attention in attentions:
         part.module.add_module(ATTRIBUTE, attention)
     stateful = [part.module for part, _ in attentions if part.cache_place is not None]
@@ -103,12 +101,12 @@ def uninstall(model: PreTrainedModel) -> None:
     restore(former)
     for hook in hooks:
         hook.remove()
-    for module in list(model.modules()):
-        vars(module).pop(_FORMER, None)
+    for attributes in list(attributes_beside(model)):
+        attributes.pop(_FORMER, None)
         # Also one that is wrapped.
-        held = module._modules.get(ATTRIBUTE)
+        held = attributes["_modules"].get(ATTRIBUTE)
         if held is not None and any(isinstance(part, LayerAttention) for part in held.modules()):
-            delattr(module, ATTRIBUTE)
+            del attributes["_modules"][ATTRIBUTE]
     for name in (_PREPARE, _SAVE, UNDO):
         vars(model).pop(name, None)
     unmark(model)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
+import torch
 from transformers import PreTrainedModel
 
 from linattn.hf._attention_modules import attention_modules, parts_of, put_before, unwrapped
@@ -154,6 +154,7 @@ class BoundedCache(TextCache):
                 if refuse_text_again not in part._forward_pre_hooks.values():
                     part.register_forward_pre_hook(refuse_text_again, with_kwargs=True)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # no compiler makes numbers of a class of their own
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Of a layer, said so that the mask knows its cache."""
         length, offset = super().get_mask_sizes(query_length, layer_idx)
@@ -164,7 +165,7 @@ class BoundedCache(TextCache):
         tokens.number, tokens.cache = offset, self
         return length, tokens
 
-    def refuse_plain_keys(self, module: nn.Module) -> None:
+    def refuse_plain_keys(self, module: torch.nn.Module) -> None:
         """Refuse to attend to new keys alone where a bounded layer should have had them."""
         if getattr(module, "layer_idx", None) in self._bounded_places:
             raise RuntimeError(
