@@ -72,6 +72,13 @@ FAULTS = (
     Fault("cut what outgrows its frames", TIER, " & ~((sizes > LARGEST) & (sizes < torch.inf)).any(0)", "", MOVING),
     Fault("take frames of what is no number", TIER, "(sizes < torch.inf)", "(sizes > 0)", MOVING),
     Fault(
+        "begin frames with what is no number",
+        "kv_cache/frames.py",
+        " & tokens.key.isfinite().all(-1) & tokens.value.isfinite().all(-1)",
+        "",
+        MOVING,
+    ),
+    Fault(
         "take frames anew for a few tokens that are alike",
         TIER,
         "moved & _have_moved(every.at(place, bias.gather(-1, place)).decoded(), least)",

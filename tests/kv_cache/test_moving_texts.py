@@ -164,6 +164,15 @@ def test_a_value_that_is_no_number_leaves_the_others() -> None:
     torch.testing.assert_close(out[:, :, 300:], wanted[:, :, 300:], rtol=1e-9, atol=1e-9)
 
 
+def test_a_tier_that_begins_with_what_is_no_number_recovers() -> None:
+    """Frames are of its other tokens, and are taken anew where the largest codes in place of it have left."""
+    query, key, value = (x[:, :, :300].clone() for x in qkv(**SIZES))
+    wanted = streamed((query, key, value), CONFIG, [])[0]
+    key[:, :, 5, 1], value[:, :, 7, 0] = -torch.inf, torch.inf
+    out = streamed((query, key, value), CONFIG, [])[0]
+    assert error(out[:, :, 240:], wanted[:, :, 240:]) < 0.6
+
+
 def test_gradients_pass_frames_taken_anew_by() -> None:
     """Those of unrounded tokens, since the frames and what rounding adds are constants."""
     query, key, value = given("turns", length=300)
