@@ -11,11 +11,12 @@ from scipy.stats import spearmanr
 
 from converted import agreement
 from linattn import softmax_attention
+from linattn.convert import stages
 from linattn.convert.running import Outputs, run
 from linattn.convert.stages import Agreement, Stage, best, measure, measure_uniform
 from linattn.hf import LayerAttention, intercept, linearize_
 from linattn.hf.linearization import choose_layers
-from linattn.methods.measures import relative_error, uniform_average
+from linattn.methods.measures import cosine, relative_error, uniform_average
 
 FAMILIES = ["bert", "llama"]
 
@@ -53,8 +54,16 @@ def test_the_rank_correlation_is_scipys():
     assert found.embedding_cosine == pytest.approx(float((means[0] * means[1]).sum(-1).mean()))
     cosines = torch.nn.functional.cosine_similarity(ours.double(), theirs.double(), dim=-1)
     assert found.token_cosine == pytest.approx(float(cosines.mean()))
-    two = agreement([Outputs((ours[:2],), None, live[:2])], [Outputs((theirs[:2],), None, live[:2])])
-    assert two.rank_correlation is None
+
+
+def test_fewer_than_three_texts_are_not_ranked(monkeypatch):
+    """They are one pair or none, which make no correlation."""
+    compared, live = [], torch.ones(2, 3, dtype=torch.bool)
+    monkeypatch.setattr(stages, "cosine", lambda a, b: compared.append(a.shape) or cosine(a, b))
+    ours, theirs = (Outputs((torch.randn(2, 3, 5),), None, live) for _ in range(2))
+    assert agreement([ours], [theirs]).rank_correlation is None
+    # Of all tokens, and of each text's mean.
+    assert compared == [(6, 5), (2, 5)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

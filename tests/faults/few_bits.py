@@ -72,10 +72,31 @@ FAULTS = (
     Fault("cut what outgrows its frames", TIER, " & ~((sizes > LARGEST) & (sizes < torch.inf)).any(0)", "", MOVING),
     Fault("take frames of what is no number", TIER, "(sizes < torch.inf)", "(sizes > 0)", MOVING),
     Fault(
+        "begin frames with what is no number",
+        "kv_cache/frames.py",
+        " & tokens.key.isfinite().all(-1) & tokens.value.isfinite().all(-1)",
+        "",
+        MOVING,
+    ),
+    Fault(
         "take frames anew for a few tokens that are alike",
         TIER,
-        "moved & _have_moved(self.held.at(place, bias.gather(-1, place)).decoded(), _LOOKED // 4)",
+        "moved & _have_moved(every.at(place, bias.gather(-1, place)).decoded(), least)",
         "moved",
+        MOVING,
+    ),
+    Fault(
+        "take frames again of two tokens that have moved",
+        TIER,
+        "_LOOKED, _FEWEST = 64, 8",
+        "_LOOKED, _FEWEST = 64, 1",
+        MOVING,
+    ),
+    Fault(
+        "look at the tokens there were alone",
+        TIER,
+        "every.at(place, bias.gather(-1, place))",
+        "every.at(place[..., :self.number], bias.gather(-1, place)[..., :self.number])",
         MOVING,
     ),
     Fault(
@@ -95,8 +116,8 @@ FAULTS = (
     Fault(
         "give padding's frame to the text after it",
         TIER,
-        "fits = (bias != -torch.inf).any(-1)",
-        "fits = (bias == bias).any(-1)",
+        "fits = (self.held.bias != -torch.inf).any(-1)",
+        "fits = (self.held.bias == self.held.bias).any(-1)",
         STREAMS,
     ),
     Fault(

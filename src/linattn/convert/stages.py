@@ -160,8 +160,7 @@ def _compared(a: Outputs, b: Outputs) -> _Compared:
     """Outputs on one batch beside the original's."""
     divergence, losses = None, None
     if a.predictions is not None and b.predictions is not None:
-        with torch.no_grad():
-            divergence = float(token_divergence(a.predictions, b.predictions, torch.float64)), len(b.predictions.states)
+        divergence = float(token_divergence(a.predictions, b.predictions, torch.float64)), len(b.predictions.states)
         ours, theirs = next_token_losses(a.predictions), next_token_losses(b.predictions)
         if ours is not None and theirs is not None:
             losses = ours, theirs
@@ -172,9 +171,12 @@ def _compared(a: Outputs, b: Outputs) -> _Compared:
 def _agreement(batches: Sequence[_Compared]) -> Agreement:
     """Over all batches; for the rank correlation see Spearman 1904."""
     ours, theirs = torch.cat([one.ours for one in batches]), torch.cat([one.theirs for one in batches])
-    # Spearman's, between the cosines of all pairs of texts by the one and by the other; ties are not averaged.
-    first, second = torch.triu_indices(len(ours), len(ours), 1)
-    ranks = torch.stack([cosine(x[first], x[second]).argsort().argsort().double() for x in (ours, theirs)])
+    correlation = None
+    if len(ours) > 2:
+        # Spearman's, between the cosines of all pairs of texts by the one and by the other; ties are not averaged.
+        first, second = torch.triu_indices(len(ours), len(ours), 1)
+        ranks = torch.stack([cosine(x[first], x[second]).argsort().argsort().double() for x in (ours, theirs)])
+        correlation = float(torch.corrcoef(ranks)[0, 1])
     divergences = [one.divergence for one in batches if one.divergence is not None]
     num_predicted = sum(count for _, count in divergences)
     losses = [one.losses for one in batches if one.losses is not None]
@@ -183,7 +185,7 @@ def _agreement(batches: Sequence[_Compared]) -> Agreement:
     return Agreement(
         embedding_cosine=float(cosine(ours, theirs).mean()),
         token_cosine=float(torch.cat([one.cosines for one in batches]).mean()),
-        rank_correlation=float(torch.corrcoef(ranks)[0, 1]) if len(ours) > 2 else None,
+        rank_correlation=correlation,
         divergence=sum(mean * count for mean, count in divergences) / num_predicted if divergences else None,
         perplexity=perplexity,
         exact_perplexity=exact_perplexity,

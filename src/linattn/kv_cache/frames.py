@@ -109,10 +109,10 @@ class Frames(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Tokens, bits: tuple[float, float], power: Tensor) -> Self:
-        """Of those tokens that are there, in bits of keys and of values, for queries of mean squares (B, H, D)."""
-        there = tokens.bias != -torch.inf
-        key = Frame.of(tokens.key.detach(), there, bits[0], power.detach())
-        return cls(key, Frame.of(tokens.value.detach(), there, bits[1]))
+        """Of tokens that are there and finite, in bits of keys and of values, for queries of mean squares (B, H, D)."""
+        there = (tokens.bias != -torch.inf) & tokens.key.isfinite().all(-1) & tokens.value.isfinite().all(-1)
+        key, value = (torch.where(there.unsqueeze(-1), x.detach(), 0) for x in tokens[:2])
+        return cls(Frame.of(key, there, bits[0], power.detach()), Frame.of(value, there, bits[1]))
 
     def inside(self, tokens: Tokens) -> Tokens:
         """Tokens relative to the frames."""

@@ -116,8 +116,7 @@ def _from_leaves(tensors: Iterable[Any], outline: tuple[MergedKV, tuple[int, ...
     """Keys from what torch's tree utilities took out of some."""
     leaves, (config, counts) = iter(tensors), outline
     sinks = Tokens(*islice(leaves, 3))
-    tiers = [(Tokens._make if count == 3 else CodedTokens.from_leaves)(islice(leaves, count)) for count in counts]
-    *coded, merged = tiers
+    *coded, merged = [(Tokens._make if size == 3 else CodedTokens.from_leaves)(islice(leaves, size)) for size in counts]
     query, there, key, value, bias = leaves
     return MergedKeys(sinks, tuple(coded), merged, QuerySample(query, there), Tokens(key, value, bias), config)
 

@@ -24,8 +24,9 @@ from linattn.softmax.weighted import Reading, Scoring, read
 
 # Times the tokens of the first frames of which they are taken once more: what the first are of says less of a text.
 _AGAIN = 3
-# Tokens of a tier that are looked at: a row is rounded by its size, of which their mean's distance may be most.
-_LOOKED = 64
+# Tokens of a tier that are looked at: a row is rounded by its size, of which their mean's distance may be most. Of
+# fewer than eight, where a tier has room for more, each coordinate's deviation is one by chance.
+_LOOKED, _FEWEST = 64, 8
 
 Held = Tokens | CodedTokens
 """Tokens in numbers, or in codes."""
@@ -45,9 +46,7 @@ class Tier(NamedTuple):
 
     def tokens(self) -> Tokens:
         """Keys and values themselves."""
-        if isinstance(self.held, Tokens):
-            return self.held
-        return self.held.frames.outside(self._numbers())
+        return self.held if isinstance(self.held, Tokens) else self.held.frames.outside(self._numbers())
 
     def then(self, tokens: Tokens, sample: QuerySample, size: TierSize, *, gone: int = 0) -> Self:
         """With more tokens, no more than the tier has room for in all, where so many have left it."""
@@ -107,8 +106,9 @@ class Tier(NamedTuple):
 
         assert isinstance(self.held, CodedTokens)
         exact = self.held.frames.inside(tokens)
-        fits, (more, followed) = self._fits(exact), self._rounded(exact, self.held.frames, size)
+        more, followed = self._rounded(exact, self.held.frames, size)
         held = self.held.then(more)
+        fits = self._fits(exact, held, min(_FEWEST, size.number))
         if self.followed or followed:
             followed = self._numbers().then(followed or more.decoded(in_compiled_code=self.in_compiled_code))
         if not has_values(fits) or not bool(fits.all()):
@@ -119,18 +119,16 @@ class Tier(NamedTuple):
             followed = followed and numbers and Tokens(*map(by_head, followed, numbers))
         return self._replace(held=held, followed=followed)
 
-    def _fits(self, exact: Tokens) -> Tensor:
-        """Whether heads (B, H) have tokens, in whose frames codes reach more, and from which theirs have not moved."""
-        assert isinstance(self.held, CodedTokens)
-        bias, moved = self.held.bias, _have_moved(exact)
+    def _fits(self, exact: Tokens, every: CodedTokens, least: int) -> Tensor:
+        """Whether heads (B, H) have tokens, in whose frames codes reach more, from which all have not moved."""
+        bias, number, moved = every.bias, every.bias.shape[2], _have_moved(exact)
         sizes = torch.stack([torch.linalg.vector_norm(x, dim=-1).amax(-1) for x in exact[:2]])
         # In what is no number there is nothing to be taken anew of.
-        fits = (bias != -torch.inf).any(-1) & ~((sizes > LARGEST) & (sizes < torch.inf)).any(0)
+        fits = (self.held.bias != -torch.inf).any(-1) & ~((sizes > LARGEST) & (sizes < torch.inf)).any(0)
         if not has_values(moved) or bool(moved.any()):
-            # A few new ones may be alike by chance.
-            place = torch.arange(0, self.number, max(self.number // _LOOKED, 1), device=bias.device)
-            place = place.expand(*bias.shape[:2], -1)
-            fits = fits & ~(moved & _have_moved(self.held.at(place, bias.gather(-1, place)).decoded(), _LOOKED // 4))
+            # A few new ones may be alike by chance: they count for no more of a tier than they are.
+            place = torch.arange(0, number, max(number // _LOOKED, 1), device=bias.device).expand(*bias.shape[:2], -1)
+            fits = fits & ~(moved & _have_moved(every.at(place, bias.gather(-1, place)).decoded(), least))
         return fits
 
     def _rounded(self, exact: Tokens, frames: Frames, size: TierSize) -> tuple[CodedTokens, Tokens | None]:
