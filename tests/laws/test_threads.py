@@ -15,7 +15,7 @@ import linattn
 from grid import BACKENDS, MAPS, build, qkv, takes_statistics_from_the_call
 from linattn.attention.bound_map import named_tensors, with_swapped_tensors
 
-NUM_THREADS, NUM_CALLS = 4, 6
+NUM_THREADS, NUM_CALLS = 4, 3
 
 
 @pytest.fixture(autouse=True)

@@ -122,8 +122,7 @@ def in_place(
     return weights / torch.where(total == 0, 1, total) @ value.repeat_interleave(groups, 1)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("length", [2, 3, 37, 64])
+@pytest.mark.parametrize(("length", "masked"), [(2, True), (3, False), (37, True), (64, False)])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("name", MAPS)
 def test_float64_equals_the_definition(name: str, window: int, length: int, masked: bool, blocks_of) -> None:

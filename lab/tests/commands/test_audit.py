@@ -170,7 +170,7 @@ def uncut():
     return []
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 46, 49, 54, 55, 56, 58, 61, 66, 67, 68])
+@pytest.mark.parametrize("number", [0, 1, 3, 46, 49, 55, 56, 61, 66, 68])
 def test_an_interrupted_audit_goes_on_to_the_same_figures(run, tmp_path, ends, measured, number, two_methods, uncut):
     file = tmp_path / "out" / "audit.jsonl"
     if not uncut:
