@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from grid import CAUSAL_MAPS, build, tokens
-from linattn.feature_maps import _base
+from linattn.feature_maps import base
 
 
 @pytest.mark.parametrize("map_name", CAUSAL_MAPS)
 def test_written_in_pieces_or_whole(map_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_base, "_PIECE", 1)
-    monkeypatch.setattr(_base, "_FEWEST", 4)
+    monkeypatch.setattr(base, "_PIECE", 1)
+    monkeypatch.setattr(base, "_FEWEST", 4)
     feature_map, x = build(map_name), tokens(2, 2, 11, 8)
     for returned, write in ((feature_map.query, feature_map.write_query), (feature_map.key, feature_map.write_key)):
         expected = returned(x).detach()

@@ -12,7 +12,7 @@ from fuzzing.dice import Dice
 from linattn.attention import rows
 from linattn.attention.backends.blocked import blocks, causal, grouped
 from linattn.attention.window import calls, neighbourhood
-from linattn.feature_maps import _base
+from linattn.feature_maps import base
 from linattn.softmax import weighted
 
 
@@ -61,8 +61,8 @@ def machine_of(sizes: dict[str, int]) -> Iterator[None]:
         "near": (neighbourhood, "_CHUNK"),
         "read": (weighted, "_CHUNK"),
         "rows": (rows, "_BUDGET"),
-        "piece": (_base, "_PIECE"),
-        "fewest": (_base, "_FEWEST"),
+        "piece": (base, "_PIECE"),
+        "fewest": (base, "_FEWEST"),
         "jump": (causal, "_MAX_JUMP"),
     }
     try:
