@@ -7,7 +7,7 @@ import torch
 
 import linattn
 from grid import BACKENDS, CAUSAL_MAPS, NONNEGATIVE_MAPS, Case, build, qkv, relative_error, tokens
-from linattn.attention.backends.blocked import causal
+from linattn.attention.backends.blocked import causal, jumps
 
 CAUSAL_CASES = tuple(Case(name, backend, True) for name in CAUSAL_MAPS for backend in BACKENDS)
 LENGTH, CUT = 50, 31
@@ -107,6 +107,28 @@ def test_a_key_far_above_its_block_drowns_nobody(backend: str, level: int, jump:
         assert found.isfinite().all()
         # Exponents near 120 are rounded to 120 · 2^-24 = 7e-6, relative to weights and gradients of order 1.
         torch.testing.assert_close(found.double(), truth, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_heads_whose_maximum_jumps_are_cut_alone(groups: int, monkeypatch: pytest.MonkeyPatch, blocks_of) -> None:
+    """Of 2 texts of 3 heads one jumps in each of two blocks, and all in a third: others pay for none of it."""
+    blocks_of(16)
+    feature_map, (query, key, value) = Shifted(8, 8), qkv(2, 3 * groups, 3, LENGTH, LENGTH)
+    key[0, 1, 5] += 120
+    key[1, 2, 20] += 120
+    key[:, :, 40] += 300
+    cut, split = [], jumps.split
+    monkeypatch.setattr(causal, "split", lambda heads, *given: cut.append(heads.tolist()) or split(heads, *given))
+    results = []
+    for dtype, backend in ((torch.float64, "reference"), (torch.float32, "blocked")):
+        leaves = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+        out = linattn.linear_attention(*leaves, feature_map, is_causal=True, enable_gqa=True, backend=backend)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    # Forward, and back from the last block to the first.
+    assert cut == [[1], [5], list(range(6)), list(range(6)), [5], [1]]
+    for truth, found in zip(*results, strict=True):
+        # Exponents near 300 are rounded to 300 · 2^-24 = 2e-5.
+        torch.testing.assert_close(found.double(), truth, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("position", [1, 20, 49])

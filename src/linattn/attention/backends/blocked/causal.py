@@ -54,20 +54,22 @@ class JointRows:
         safe = self.safe_heads(keys, block, state.m, c)
         # First, since rescaling and the features write over the sums, queries and keys that the split rows need.
         if safe is not None:
-            apart = split_rows(self.cut(x, keys, values, state.m), values.shape[2], state.views())
+            cut = self.cut(safe, x, keys, values, state.m)
+            apart = split_rows(cut, values.shape[2], state.views())
         state.rescale(c)
         phi_k = keys.turned_relative_to(c)
         if safe is not None and apart is not None and not bool(safe.any()):
             state.fold_in(phi_k, values, keys.total)
-            return apart[0].flatten(0, 1), apart[1].flatten(0, 1), apart[2]
+            return apart[0].squeeze(0), apart[1].squeeze(0), apart[2].view(*safe.shape, -1)
         sums = partial(self._sums, state, past=(phi_k.flatten(0, 1), values.flatten(0, 1)))
         num, den, reference = features.read_queries(self.map, x, self.keys.base(c), space, sums)
         state.fold_in(phi_k, values, keys.total)
         if safe is None or apart is None:
             return num, den, reference
-        keep = safe.flatten()[:, None, None]
-        num, den = (torch.where(keep, x, y.flatten(0, 1)) for x, y in zip((num, den), apart[:2], strict=True))
-        return num, den, torch.where(safe[..., None], 0 if reference is None else reference, apart[2])
+        reference = den.new_zeros(*safe.shape, den.shape[1]) if reference is None else reference.clone()
+        for x, part in zip((num, den, reference.flatten(0, 1)), apart, strict=True):
+            x[cut.heads] = part.squeeze(0)
+        return num, den, reference
 
     def _sums(self, state: Running, phi_q: Tensor, past: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Num and den of features over the sums, and over a block's own past of features and values."""
@@ -78,10 +80,10 @@ class JointRows:
         num = self.space.product("num", weights, past[1]).baddbmm_(phi_q, state.S)
         return num, torch.baddbmm(weights.sum(-1, keepdim=True).mT, state.z.unsqueeze(-2), phi_q.mT).mT
 
-    def cut(self, x: Tensor, keys: features.Keys, values: Tensor, m: Tensor) -> Split:
-        """A block, ready for rows each on a scale of its own; the queries' buffer is written over."""
+    def cut(self, safe: Tensor, x: Tensor, keys: features.Keys, values: Tensor, m: Tensor) -> Split:
+        """A block's other heads, ready for rows each on a scale of its own; the queries' buffer is written over."""
         t = features.query_block(self.map, x, self.space, -self.keys.base(m).start)
-        return split(t, keys, values, self.groups, self.span)
+        return split((~safe).flatten().nonzero().squeeze(-1), t, keys, values, self.groups, self.span)
 
     def sees_sums_alone(self, block: slice) -> bool:
         """Whether a block lies in one span, so that its rows see none of its own keys."""
@@ -160,7 +162,7 @@ class JointGradients(JointRows):
         else:
             # The segment's pass wrote the features over the exponents, which are wanted here.
             m = visit.before.m
-            cut = self.cut(x_q, self.keys.features(visit.block, m, visit.x, "split "), value, m)
+            cut = self.cut(visit.safe, x_q, self.keys.features(visit.block, m, visit.x, "split "), value, m)
             # Each part writes over grad S and grad z.
             apart = self._pull_apart(visit, rows, value, grad_S.clone(), grad_z.clone(), cut)
             joint = self._pull_joint(visit, rows, value, grad_S, grad_z) if bool(visit.safe.any()) else apart
@@ -215,12 +217,14 @@ class JointGradients(JointRows):
         flat_S, flat_z, length = S.flatten(0, 1), z.flatten(0, 1), value.shape[2]
         shaped_q = features.repeated_query_features(self.map, rows.x, self.keys.base(m), rows.reference, space)
         phi_q, phi_k, v = shaped_q.flatten(0, 1), visit.phi_k.flatten(0, 1), value.flatten(0, 1)
-        grad_num, grad_den = rows.gradients(
-            lambda: (
-                split_rows(cut, length, visit.before)[:2] if cut else (phi_q @ flat_S, records.times_z(phi_q, flat_z))
-            ),
-            space,
-        )
+
+        def sums() -> tuple[Tensor, Tensor]:
+            num, den = phi_q @ flat_S, records.times_z(phi_q, flat_z).contiguous()
+            if cut is not None:
+                num[cut.heads], den[cut.heads] = (x.squeeze(0) for x in split_rows(cut, length, visit.before)[:2])
+            return num, den
+
+        grad_num, grad_den = rows.gradients(sums, space)
         grad_phi_q = space.product("grad_q", grad_num, flat_S.mT).addcmul_(grad_den, flat_z.unsqueeze(-2))
         flat_grad_S = grad_S.flatten(0, 1)
         grad_phi_k = space.product("grad_k", v, flat_grad_S.mT).add_(grad_z.flatten(0, 1).unsqueeze(-2))
@@ -234,7 +238,9 @@ class JointGradients(JointRows):
             return Pulled(grad_t, of_keys, grad_v, grad_S, grad_z)
         num, den = (x.view(*value.shape[:2], *x.shape[1:]) for x in (grad_num, grad_den))
         inner_t, inner_keys, inner_v = split_gradients(cut, length, num, den, rows.reference)
-        return Pulled(grad_t + inner_t, of_keys.join(inner_keys, torch.add), grad_v + inner_v, grad_S, grad_z)
+        return Pulled(
+            cut.add(grad_t, inner_t), of_keys.join(inner_keys, cut.add), cut.add(grad_v, inner_v), grad_S, grad_z
+        )
 
 
 def forward(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalOutputs:

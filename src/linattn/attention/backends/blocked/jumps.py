@@ -60,14 +60,26 @@ def _padded(x: Tensor, dim: int, filling: float = 0.0) -> Tensor:
 
 
 class Split(NamedTuple):
-    """A padded block, ready to be cut; exponents are of base 2 and relative where the map is exponential."""
+    """A padded block of some heads, ready to be cut: B is 1 here, and H counts heads of all texts.
 
+    Exponents are of base 2 and relative where the map is exponential.
+    """
+
+    heads: Tensor  # their numbers among those of all texts, (H,)
     t: Tensor  # (B, H, G, P, R)
     log: Tensor  # (B, H, P, M)
     linear: Tensor | None  # (B, H, P, R)
     extended: Tensor  # (B, H, P, E)
     span: int
     base: Base | None
+
+    def of(self, x: Tensor) -> Tensor:
+        """Select these heads of x (B, H, …)."""
+        return x.flatten(0, 1)[self.heads].unsqueeze(0)
+
+    def add(self, x: Tensor, part: Tensor) -> Tensor:
+        """Add a part that is of these heads to x (B, H, …), in memory of its own."""
+        return x.flatten(0, 1).index_add(0, self.heads, part.squeeze(0)).view(x.shape)
 
     def keys(self, level: Level) -> Keys:
         """The rectangles' keys, (B, H, p, h, ·)."""
@@ -87,22 +99,28 @@ class Split(NamedTuple):
         return t * exponential_(c - rows) if self.base is None else power_((t + c).sub_(rows))
 
 
-def split(t: Tensor, keys: Keys, value: Tensor, groups: int, span: int) -> Split:
-    """Pad a block: t (B, H, G·n, R), keys and values of n tokens; copies, so that their buffers may be reused."""
+def split(heads: Tensor, t: Tensor, keys: Keys, value: Tensor, groups: int, span: int) -> Split:
+    """Pad a block of these heads: t (B, H, G·n, R), keys and values of n tokens; copies, so that buffers are free."""
+
+    def chosen(x: Tensor) -> Tensor:
+        return x.expand(*value.shape[:2], *x.shape[2:]).flatten(0, 1)[heads].unsqueeze(0)
+
     assert keys.log is not None
-    extended = torch.cat((value, value.new_ones(*value.shape[:-1], 1)), -1)
-    log = keys.log.expand(*extended.shape[:-1], -1)
-    linear = None if keys.linear is None else _padded(keys.linear, 2)
-    rows = _padded(t.unflatten(2, (groups, -1)), 3)
-    return Split(rows, _padded(log, 2, -torch.inf), linear, _padded(extended, 2), span, keys.base)
+    rows, log = _padded(chosen(t).unflatten(2, (groups, -1)), 3), _padded(chosen(keys.log), 2, -torch.inf)
+    linear = None if keys.linear is None else _padded(chosen(keys.linear), 2)
+    extended = chosen(torch.cat((value, value.new_ones(*value.shape[:-1], 1)), -1))
+    return Split(heads, rows, log, linear, _padded(extended, 2), span, keys.base)
 
 
 def split_rows(block: Split, length: int, before: Sums) -> tuple[Tensor, Tensor, Tensor]:
-    """Num (B, H, G·n, Dv) and den (…, 1) over the state and the block's past, and their exponents (B, H, G·n)."""
+    """Num (B, H, G·n, Dv) and den (…, 1) over the state and the block's past, and their exponents (B, H, G·n).
+
+    Of the block's heads, from the sums of all.
+    """
     groups, shape = block.t.shape[2], block.t.shape[2:4]
     m, exp_ = (before.m, exponential_) if block.base is None else (block.base.units(before.m), power_)
-    phi_q, reference = block.query_features(block.t.flatten(2, 3), m)
-    rows = phi_q @ torch.cat((before.S, before.z.unsqueeze(-1)), -1)
+    phi_q, reference = block.query_features(block.t.flatten(2, 3), block.of(m))
+    rows = phi_q @ torch.cat((block.of(before.S), block.of(before.z).unsqueeze(-1)), -1)
     rows, reference = rows.unflatten(2, shape), reference.unflatten(2, shape).clone()
     for level in levels(shape[1], block.span):
         keys = block.keys(level)
@@ -120,9 +138,13 @@ def split_rows(block: Split, length: int, before: Sums) -> tuple[Tensor, Tensor,
 def split_gradients(
     block: Split, length: int, grad_num: Tensor, grad_den: Tensor, reference: Tensor
 ) -> tuple[Tensor, KeyGradients, Tensor]:
-    """From gradients (B, H, G·n, Dv) and (…, 1) of num and den to those of t, keys and values, by a block alone."""
+    """From gradients (B, H, G·n, Dv) and (…, 1) of num and den to those of t, keys and values, by a block alone.
+
+    Those of all heads are given, and of the block's returned.
+    """
     groups = block.t.shape[2]
-    grad_rows = _padded(torch.cat((grad_num, grad_den), -1).unflatten(2, (groups, -1)), 3)
+    grad_rows = _padded(block.of(torch.cat((grad_num, grad_den), -1)).unflatten(2, (groups, -1)), 3)
+    reference = block.of(reference)
     # Padded rows read nothing: an infinite reference makes their features 0.
     reference = reference if block.base is None else reference * LOG2_E
     reference = _padded(reference.unflatten(2, (groups, -1)), 3, torch.inf)
