@@ -13,7 +13,7 @@ from torch import Tensor
 
 import linattn
 from linattn.feature_maps import FavorPlus, FeatureMap
-from linattn.methods.costs import seconds as seconds
+from linattn.methods.measures import seconds as seconds
 from linattn_lab.costs import spread as spread
 from result_file import put_in_place, read_rows, write_rows
 

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from linattn import MergedKV
 from linattn.attention import State
 from linattn.kv_cache import merged_attention_with_state
-from linattn.methods.costs import exact_state_numbers
+from linattn.methods.measures import exact_state_numbers
 from linattn.methods.method import Method, parse_method
 from linattn_lab.built_methods import BuiltMethod, build
 from linattn_lab.costs import exact_flops_per_token, flops_per_token, spread, state_numbers

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from linattn.attention import State
 from linattn.feature_maps import EluPlusOne, Expansion, FavorPlus
-from linattn.methods.costs import exact_state_numbers, map_state_numbers
+from linattn.methods.measures import exact_state_numbers, map_state_numbers
 
 D, DV = 5, 3
 

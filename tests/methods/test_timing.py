@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from linattn.methods.costs import seconds
+from linattn.methods.measures import seconds
 
 
 def test_contenders_take_turns_after_a_warm_up_each():
@@ -17,7 +17,7 @@ def test_contenders_take_turns_after_a_warm_up_each():
 
 def test_the_warm_up_is_not_counted(monkeypatch):
     clock = iter(range(100))
-    monkeypatch.setattr("linattn.methods.costs.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("linattn.methods.measures.time.perf_counter", lambda: float(next(clock)))
     advance = iter([50, 3, 5])
     found = seconds({"a": lambda: [next(clock) for _ in range(next(advance))]}, repeats=2)
     assert found == {"a": [4.0, 6.0]}
@@ -25,7 +25,7 @@ def test_the_warm_up_is_not_counted(monkeypatch):
 
 def test_rehearsals_are_not_counted(monkeypatch):
     clock = iter(range(100))
-    monkeypatch.setattr("linattn.methods.costs.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("linattn.methods.measures.time.perf_counter", lambda: float(next(clock)))
     advance = iter([50, 7, 3, 9, 5])
     found = seconds({"a": lambda: [next(clock) for _ in range(next(advance))]}, repeats=2, rehearse=True)
     assert found == {"a": [4.0, 6.0]}

@@ -16,7 +16,7 @@ from linattn.kv_cache.budget import frame_bytes
 from linattn.kv_cache.codes import Layout, coded_bytes
 from linattn.kv_cache.partitioning import num_axes
 from linattn.kv_cache.query_sample import sample_size
-from linattn.methods.costs import map_state_numbers
+from linattn.methods.measures import map_state_numbers
 from linattn_lab.built_methods import BuiltMethod
 
 # The fewest queries by whose attention an encoder's keys are merged.

@@ -11,7 +11,7 @@ from torch import nn
 from linattn.convert.running import Batch, run
 from linattn.convert.transfer import texts
 from linattn.hf import AttentionCall, LayerAttention
-from linattn.methods.costs import exact_state_numbers, map_state_numbers, seconds
+from linattn.methods.measures import exact_state_numbers, map_state_numbers, seconds
 
 _REPEATS = 3
 # Exact attention over more takes minutes.

@@ -1,10 +1,13 @@
-"""The processes of one work, which all hold the same: what they share out, average and agree on."""
+"""The processes of one work, which all hold the same: what they share out, average and agree on; and Ctrl-C."""
 
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -143,3 +146,38 @@ def _failure(error: Exception | None) -> _Failure | None:
     if error is None:
         return None
     return next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError), str(error)
+
+
+@contextmanager
+def interrupts(*, are_raised: bool = True) -> Iterator[list[int]]:
+    """Note Ctrl-C in the list that is yielded: Python swallows what is raised while an object is being destroyed.
+
+    Unless `are_raised` nothing is raised: TensorBoard's queue of events would wait for ever. Where interrupts are
+    ignored, as in a shell's background, they stay so.
+
+    Example:
+        >>> before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        >>> with interrupts(are_raised=False) as pressed:
+        ...     signal.raise_signal(signal.SIGINT)
+        >>> _ = signal.signal(signal.SIGINT, before)
+        >>> pressed == [signal.SIGINT]
+        True
+
+    Source: Python's documentation, "Note on Signal Handlers and Exceptions".
+    """
+    pressed: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield pressed
+        return
+
+    def press(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+        if are_raised:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

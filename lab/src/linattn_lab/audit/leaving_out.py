@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import ceil
 
-from linattn.methods.costs import exact_state_numbers
+from linattn.methods.measures import exact_state_numbers
 from linattn.methods.method import Method
 from linattn_lab.audit.grid import AuditGrid
 from linattn_lab.built_methods import build

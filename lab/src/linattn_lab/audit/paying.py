@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from linattn.hf import AttentionCall
-from linattn.methods.costs import seconds
+from linattn.methods.measures import seconds
 from linattn_lab.audit.records import AuditRow, HeadRow, LengthsRow, TimeRow
 
 LINEAR, EXACT = "linear", "exact"

@@ -91,7 +91,7 @@ class HeadRow:
     sum_square: float  # mean |x + y|²
     logit_std: float  # standard deviation of the logits over the keys a query may attend to
     predicted_ratio: float | None  # error / uniform_error as the norms predict it; null where no closed form is known
-    state_numbers: int  # numbers the method keeps per head, see `linattn.methods.costs`
+    state_numbers: int  # numbers the method keeps per head, see `linattn.methods.measures`
     flops_per_token: int  # its operations per head and token
 
 

@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-from linattn.methods.costs import seconds
+from linattn.methods.measures import seconds
 from linattn_lab.bench import memory
 from linattn_lab.bench.contenders import EXACT, LINEAR, Inputs, draw_inputs, exact_run, fitted_method, linear_run
 from linattn_lab.bench.errors import NUM_VERIFIED, verify

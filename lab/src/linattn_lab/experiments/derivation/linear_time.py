@@ -15,7 +15,7 @@ from torch import Tensor
 
 from linattn.attention import linear_attention
 from linattn.feature_maps import FavorPlus
-from linattn.methods.costs import seconds
+from linattn.methods.measures import seconds
 from linattn.softmax import softmax_attention
 from linattn_lab.costs import spread
 from linattn_lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Verdict

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
 
-from linattn.methods.costs import seconds
+from linattn.methods.measures import seconds
 from linattn_lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Verdict
 from linattn_lab.experiments.judging import decide, in_series
 from linattn_lab.experiments.performer._figure_3 import (

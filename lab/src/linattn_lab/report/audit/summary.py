@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
 
-from linattn.methods.costs import exact_state_numbers
+from linattn.methods.measures import exact_state_numbers
 from linattn.methods.method import parse_method
 from linattn_lab.audit.grid import AuditGrid
 from linattn_lab.audit.records import AUDIT, EXACT, UNIFORM, AuditRow, Header, HeadRow, ModelRow, RankRow

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import linear_regression, median
 
-from linattn.methods.costs import exact_state_numbers
+from linattn.methods.measures import exact_state_numbers
 from linattn.records.tables import Table
 from linattn_lab.bench.records import BENCH, BenchHeader, LengthRow
 from linattn_lab.costs import spread

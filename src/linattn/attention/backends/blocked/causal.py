@@ -81,7 +81,7 @@ class JointRows:
         return num, torch.baddbmm(weights.sum(-1, keepdim=True).mT, state.z.unsqueeze(-2), phi_q.mT).mT
 
     def cut(self, safe: Tensor, x: Tensor, keys: features.Keys, values: Tensor, m: Tensor) -> Split:
-        """A block's other heads, ready for rows each on a scale of its own; the queries' buffer is written over."""
+        """Heads that are not safe, ready for rows each on a scale of its own; the queries' buffer is written over."""
         t = features.query_block(self.map, x, self.space, -self.keys.base(m).start)
         return split((~safe).flatten().nonzero().squeeze(-1), t, keys, values, self.groups, self.span)
 

@@ -60,9 +60,9 @@ def _padded(x: Tensor, dim: int, filling: float = 0.0) -> Tensor:
 
 
 class Split(NamedTuple):
-    """A padded block of some heads, ready to be cut: B is 1 here, and H counts heads of all texts.
+    """A padded block of some heads, ready to be cut: B is 1, and H counts those of all texts.
 
-    Exponents are of base 2 and relative where the map is exponential.
+    Sums and gradients beside it are of all heads. Exponents are of base 2 and relative where the map is exponential.
     """
 
     heads: Tensor  # their numbers among those of all texts, (H,)
@@ -113,10 +113,7 @@ def split(heads: Tensor, t: Tensor, keys: Keys, value: Tensor, groups: int, span
 
 
 def split_rows(block: Split, length: int, before: Sums) -> tuple[Tensor, Tensor, Tensor]:
-    """Num (B, H, G·n, Dv) and den (…, 1) over the state and the block's past, and their exponents (B, H, G·n).
-
-    Of the block's heads, from the sums of all.
-    """
+    """Num (B, H, G·n, Dv) and den (…, 1) over the state and the block's past, and their exponents (B, H, G·n)."""
     groups, shape = block.t.shape[2], block.t.shape[2:4]
     m, exp_ = (before.m, exponential_) if block.base is None else (block.base.units(before.m), power_)
     phi_q, reference = block.query_features(block.t.flatten(2, 3), block.of(m))
@@ -138,10 +135,7 @@ def split_rows(block: Split, length: int, before: Sums) -> tuple[Tensor, Tensor,
 def split_gradients(
     block: Split, length: int, grad_num: Tensor, grad_den: Tensor, reference: Tensor
 ) -> tuple[Tensor, KeyGradients, Tensor]:
-    """From gradients (B, H, G·n, Dv) and (…, 1) of num and den to those of t, keys and values, by a block alone.
-
-    Those of all heads are given, and of the block's returned.
-    """
+    """From gradients (B, H, G·n, Dv) and (…, 1) of num and den to those of t, keys and values, by a block alone."""
     groups = block.t.shape[2]
     grad_rows = _padded(block.of(torch.cat((grad_num, grad_den), -1)).unflatten(2, (groups, -1)), 3)
     reference = block.of(reference)
