@@ -34,8 +34,9 @@ demo: $(VENV)/demo.stamp $(VENV)/compiled.stamp $(if $(filter no,$(LM)),,$(VENV)
 	$(BIN)/linattn reproduce --quick --out report
 	$(call took,The demo,$(BEGIN),360)
 
+# Three workers for two cores: tests that wait for a browser, a process or another rank leave a fifth of them idle.
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 3 --dist loadgroup
 
 # What `make test` leaves out: networks that are trained until they recall, and claims about them.
 test-claims: $(VENV)/dev.stamp
