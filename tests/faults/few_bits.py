@@ -36,9 +36,7 @@ FAULTS = (
     ),
     Fault("leave the mean in", FRAMES, "mean = mean + share @ (x - mean)", "mean = 0 * mean", STREAMS),
     Fault("take a mean's rounding for a deviation", FRAMES, "mean = mean + share @ (x - mean)", "pass", LAWS),
-    Fault(
-        "cut what differs from rows nearly alike", FRAMES, "torch.maximum(size, _SHORTEST * length)", "size", STREAMS
-    ),
+    Fault("cut what differs from rows nearly alike", FRAMES, "torch.maximum(size, _SHORTEST * length)", "size", LAWS),
     Fault(
         "measure all coordinates alike",
         FRAMES,
