@@ -51,6 +51,17 @@ class Drawn(FeatureMap):
         return self.query(q) @ self.query(k).mT
 
 
+class Hashed(Drawn):
+    """The same, times one or two by whether a number is even that no float64 tells from the next."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(0)
+        self.register_buffer("number", torch.tensor(2**60 + seed))
+
+    def query(self, x: Tensor) -> Tensor:
+        return super().query(x) * (1 + self.number % 2)
+
+
 class Mixed(FeatureMap):
     """The sum of the exponents of several maps, in a list."""
 
@@ -83,6 +94,7 @@ MAPS: dict[str, Callable[[int], FeatureMap]] = {
     "of its own": Drawn,
     "of a map in it": lambda seed: Own(Drawn(seed)),
     "of a mask": pruned,
+    "of large integers": Hashed,
     "of maps in a list": Mixed,
 }
 

@@ -25,7 +25,8 @@ def digest(*tensors: Tensor) -> str:
             return UNREAD
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             held = torch.view_as_real(held.resolve_conj()) if held.is_complex() else held
-            values = _bare(held.detach().to(device="cpu", dtype=torch.float64).contiguous())
+            dtype = torch.float64 if held.is_floating_point() else torch.int64
+            values = _bare(held.detach().to(device="cpu", dtype=dtype).contiguous())
             hasher.update(repr(tuple(values.shape)).encode())
             hasher.update(ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()))
     return hasher.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The processes of one work, which all hold the same: what they share out, average and agree on; and Ctrl-C."""
+"""The processes of one work, which all hold the same: what they share out, average and agree on."""
 
 import os
 import signal

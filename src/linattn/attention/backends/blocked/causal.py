@@ -81,7 +81,7 @@ class JointRows:
         return num, torch.baddbmm(weights.sum(-1, keepdim=True).mT, state.z.unsqueeze(-2), phi_q.mT).mT
 
     def cut(self, safe: Tensor, x: Tensor, keys: features.Keys, values: Tensor, m: Tensor) -> Split:
-        """Heads that are not safe, ready for rows each on a scale of its own; the queries' buffer is written over."""
+        """Other heads, ready for rows each on a scale of its own; the queries' buffer is written over."""
         t = features.query_block(self.map, x, self.space, -self.keys.base(m).start)
         return split((~safe).flatten().nonzero().squeeze(-1), t, keys, values, self.groups, self.span)
 
@@ -236,8 +236,7 @@ class JointGradients(JointRows):
         of_keys = visit.keys.gradients(c, visit.phi_k, grad_phi_k.view(visit.phi_k.shape))
         if cut is None:
             return Pulled(grad_t, of_keys, grad_v, grad_S, grad_z)
-        num, den = (x.view(*value.shape[:2], *x.shape[1:]) for x in (grad_num, grad_den))
-        inner_t, inner_keys, inner_v = split_gradients(cut, length, num, den, rows.reference)
+        inner_t, inner_keys, inner_v = split_gradients(cut, length, grad_num, grad_den, rows.reference)
         return Pulled(
             cut.add(grad_t, inner_t), of_keys.join(inner_keys, cut.add), cut.add(grad_v, inner_v), grad_S, grad_z
         )

@@ -78,7 +78,7 @@ class Split(NamedTuple):
         return x.flatten(0, 1)[self.heads].unsqueeze(0)
 
     def add(self, x: Tensor, part: Tensor) -> Tensor:
-        """Add a part that is of these heads to x (B, H, …), in memory of its own."""
+        """Add a part that is of these heads to a copy of x (B, H, …)."""
         return x.flatten(0, 1).index_add(0, self.heads, part.squeeze(0)).view(x.shape)
 
     def keys(self, level: Level) -> Keys:
@@ -101,15 +101,12 @@ class Split(NamedTuple):
 
 def split(heads: Tensor, t: Tensor, keys: Keys, value: Tensor, groups: int, span: int) -> Split:
     """Pad a block of these heads: t (B, H, G·n, R), keys and values of n tokens; copies, so that buffers are free."""
-
-    def chosen(x: Tensor) -> Tensor:
-        return x.expand(*value.shape[:2], *x.shape[2:]).flatten(0, 1)[heads].unsqueeze(0)
-
     assert keys.log is not None
-    rows, log = _padded(chosen(t).unflatten(2, (groups, -1)), 3), _padded(chosen(keys.log), 2, -torch.inf)
-    linear = None if keys.linear is None else _padded(chosen(keys.linear), 2)
-    extended = chosen(torch.cat((value, value.new_ones(*value.shape[:-1], 1)), -1))
-    return Split(heads, rows, log, linear, _padded(extended, 2), span, keys.base)
+    extended = torch.cat((value, value.new_ones(*value.shape[:-1], 1)), -1)
+    given = t, keys.log.expand(*value.shape[:-1], -1), extended, *([] if keys.linear is None else [keys.linear])
+    rows, log, extended, *linear = (x.flatten(0, 1)[heads].unsqueeze(0) for x in given)
+    rows, log = _padded(rows.unflatten(2, (groups, -1)), 3), _padded(log, 2, -torch.inf)
+    return Split(heads, rows, log, _padded(linear[0], 2) if linear else None, _padded(extended, 2), span, keys.base)
 
 
 def split_rows(block: Split, length: int, before: Sums) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,9 +132,9 @@ def split_rows(block: Split, length: int, before: Sums) -> tuple[Tensor, Tensor,
 def split_gradients(
     block: Split, length: int, grad_num: Tensor, grad_den: Tensor, reference: Tensor
 ) -> tuple[Tensor, KeyGradients, Tensor]:
-    """From gradients (B, H, G·n, Dv) and (…, 1) of num and den to those of t, keys and values, by a block alone."""
-    groups = block.t.shape[2]
-    grad_rows = _padded(block.of(torch.cat((grad_num, grad_den), -1)).unflatten(2, (groups, -1)), 3)
+    """From gradients (B·H, G·n, Dv) and (…, 1) of num and den to those of t, keys and values, by a block alone."""
+    groups, grad_rows = block.t.shape[2], torch.cat((grad_num, grad_den), -1)[block.heads].unsqueeze(0)
+    grad_rows = _padded(grad_rows.unflatten(2, (groups, -1)), 3)
     reference = block.of(reference)
     # Padded rows read nothing: an infinite reference makes their features 0.
     reference = reference if block.base is None else reference * LOG2_E
