@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from linattn.processes import interrupts, signals
+from linattn.processes import group, interrupts
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -34,6 +34,6 @@ def test_ignored_interrupts_stay_so():
 def test_the_example_of_waiting_interrupts_holds_where_they_are_ignored():
     """As in `make test &`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    (example,) = doctest.DocTestFinder(recurse=False).find(interrupts, "interrupts", signals)
+    (example,) = doctest.DocTestFinder(recurse=False).find(interrupts, "interrupts", group)
     assert doctest.DocTestRunner().run(example).failed == 0
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -103,8 +103,8 @@ def split(heads: Tensor, t: Tensor, keys: Keys, value: Tensor, groups: int, span
     """Pad a block of these heads: t (B, H, G·n, R), keys and values of n tokens; copies, so that buffers are free."""
     assert keys.log is not None
     extended = torch.cat((value, value.new_ones(*value.shape[:-1], 1)), -1)
-    given = t, keys.log.expand(*value.shape[:-1], -1), extended, *([] if keys.linear is None else [keys.linear])
-    rows, log, extended, *linear = (x.flatten(0, 1)[heads].unsqueeze(0) for x in given)
+    parts = t, keys.log.expand(*value.shape[:-1], -1), extended, *([] if keys.linear is None else [keys.linear])
+    rows, log, extended, *linear = (x.flatten(0, 1)[heads].unsqueeze(0) for x in parts)
     rows, log = _padded(rows.unflatten(2, (groups, -1)), 3), _padded(log, 2, -torch.inf)
     return Split(heads, rows, log, _padded(linear[0], 2) if linear else None, _padded(extended, 2), span, keys.base)
 
