@@ -131,6 +131,21 @@ def test_heads_whose_maximum_jumps_are_cut_alone(groups: int, monkeypatch: pytes
         torch.testing.assert_close(found.double(), truth, rtol=1e-4, atol=1e-4)
 
 
+def test_rounded_outputs_are_computed_anew_in_heads_that_are_cut(blocks_of) -> None:
+    """Beside one that is not: of bfloat16 tokens no output is kept that gradients could be taken of."""
+    blocks_of(16)
+    tokens = [x.bfloat16() for x in qkv(1, 2, 2, LENGTH, LENGTH)]
+    tokens[1][:, 1, 20] += 120
+    results = []
+    for dtype, backend in ((torch.float64, "reference"), (torch.bfloat16, "blocked")):
+        leaves = [x.to(dtype).requires_grad_() for x in tokens]
+        out = linattn.linear_attention(*leaves, Shifted(8, 8), is_causal=True, backend=backend)
+        results.append(torch.autograd.grad(out[:, :, 16:20].sum(), leaves))
+    for truth, found in zip(*results, strict=True):
+        # Results are rounded to bfloat16 once.
+        assert relative_error(found, truth) < 0.01
+
+
 @pytest.mark.parametrize("position", [1, 20, 49])
 @pytest.mark.parametrize("jump", [59.0, 59.9, 61.0, 75.0, 80.0, 83.9, 86.0])
 def test_jumps_around_the_limit_of_float32_keep_gradients_scaled_for_half_precision(jump: float, position: int) -> None:

@@ -154,8 +154,7 @@ class BoundedCache(TextCache):
                 if refuse_text_again not in part._forward_pre_hooks.values():
                     part.register_forward_pre_hook(refuse_text_again, with_kwargs=True)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # no compiler makes numbers of a class of their own
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+    def _mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Of a layer, said so that the mask knows its cache."""
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         # All masks of a call tell of it; that of full attention is enough.
@@ -164,6 +163,9 @@ class BoundedCache(TextCache):
         tokens = CachedTokens(offset)
         tokens.number, tokens.cache = offset, self
         return length, tokens
+
+    # Outside graphs: their symbols for numbers become none of a class of ours.
+    get_mask_sizes = torch.compiler.disable(_mask_sizes)
 
     def refuse_plain_keys(self, module: torch.nn.Module) -> None:
         """Refuse to attend to new keys alone where a bounded layer should have had them."""
