@@ -57,13 +57,12 @@ class ExponentialEstimator(SoftmaxEstimator):
     def write_query_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
         """In one product, which all terms are added to; W is multiplied by log₂e beforehand."""
         x, _ = self._operands(x)
-        if self.features_per_row == 2:
-            return super().write_query_powers(x, out, rows, columns)
         powers = self.powers(x.dtype) or self._apart(self._weights(self.projection), x.dtype)
         lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         term = lengths.mul_(lengths).mul_(-LOG2_E / 2 * powers.scale)
         torch.add(columns + powers.shift, term if rows is None else term.add_(rows), out=out)
-        return add_multiplied_(out, x, powers.doubled)
+        doubled = torch.cat((powers.doubled, -powers.doubled), -1) if powers.is_paired else powers.doubled
+        return add_multiplied_(out, x, doubled)
 
     def query_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """grad·Wᵀ - scale·x·Σ grad."""
@@ -81,7 +80,8 @@ class ExponentialEstimator(SoftmaxEstimator):
         return self._powers[dtype]
 
     def _apart(self, weights: Tensor, dtype: torch.dtype) -> Powers:
-        """The exponents taken apart, for weights in float64."""
+        """The exponents taken apart, for weights in float64, of which the second half may be the first with -W."""
+        weights = weights[..., : self.num_rows]
         constants, constant = self._own_constants(weights), self._constant()
         o = None if constants is None else (constants * LOG2_E).to(dtype)
         shift = (((weights.new_zeros(1, 1) if constants is None else constants) + constant) * LOG2_E).to(dtype)

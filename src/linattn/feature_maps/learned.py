@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from linattn.feature_maps.arguments import check_count, check_seed, temperature
 from linattn.feature_maps.base import FeatureMap, features
-from linattn.feature_maps.powers import add_multiplied_, as_powers, multiplied, squared_length
+from linattn.feature_maps.powers import add_multiplied_, squared_length
 from linattn.feature_maps.random_base import draw_projection
 from linattn.softmax.precision import LOG2_E
 
@@ -40,11 +40,11 @@ class Exponents(nn.Module):
         x, weights = self._operands(x, LOG2_E)
         shift = torch.add(columns, self._rows(self.bias, x), alpha=LOG2_E)
         if self.curvature is None:
-            torch.add(shift, 0 if rows is None else rows, out=out)
+            out.copy_(shift)
         else:
             torch.addcmul(shift, self._half_square(x, LOG2_E), self._rows(self.curvature, x), value=-1, out=out)
-            if rows is not None:
-                out.add_(rows)
+        if rows is not None:
+            out.add_(rows)
         return add_multiplied_(out, x, weights)
 
     def pull(self, x: Tensor, grad: Tensor) -> Tensor:
@@ -70,8 +70,7 @@ class Exponents(nn.Module):
         """factor·|x̃|²/2, (..., L, 1)."""
         return squared_length(x) * (factor * self.scale / 2)
 
-    @staticmethod
-    def _rows(parameter: Tensor, x: Tensor) -> Tensor:
+    def _rows(self, parameter: Tensor, x: Tensor) -> Tensor:
         """A parameter of the rows as a row, (1, m) or (H, 1, m), in the input's dtype."""
         return parameter.to(x.dtype).unsqueeze(-2)
 
@@ -84,22 +83,15 @@ class Exponents(nn.Module):
 class SignedExponents(Exponents):
     """Exponents [e, -e], e those of `Exponents` without a curvature."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Exponents (..., L, 2·m) of x (..., L, D)."""
-        exponents = super().forward(x)
-        return torch.cat((exponents, -exponents), -1)
+    def _operands(self, x: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+        """The input in float32 or float64, and factor·√scale·[W, -W] in its dtype, (D, 2·m) or (H, D, 2·m)."""
+        x, weights = super()._operands(x, factor)
+        return x, torch.cat((weights, -weights), -1)
 
-    def write_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
-        """log₂e·`forward` + rows + columns: the product written into a half of `out`, its negative into the other."""
-        x, weights = self._operands(x)
-        positive, negative = out.chunk(2, -1)
-        torch.neg(multiplied(x, weights, positive).add_(self._rows(self.bias, x)), out=negative)
-        return as_powers(out, rows, columns, out)
-
-    def pull(self, x: Tensor, grad: Tensor) -> Tensor:
-        """From the gradient of `forward`'s output to that of its input."""
-        positive, negative = grad.chunk(2, -1)
-        return super().pull(x, positive - negative)
+    def _rows(self, parameter: Tensor, x: Tensor) -> Tensor:
+        """A parameter of the rows and its negative as a row, (1, 2·m) or (H, 1, 2·m), in the input's dtype."""
+        row = super()._rows(parameter, x)
+        return torch.cat((row, -row), -1)
 
 
 class LearnedMap(FeatureMap):
