@@ -92,12 +92,6 @@ def combine(second: Tensor, pair: Tensor, rows: Rows) -> Tensor:
     return second / rows.num_rows + (rows.num_pairs / rows.num_rows**2) * pair
 
 
-def chi_moment_ratio(head_dim: int, power: int) -> float:
-    """D^(p/2) / E[χ_D^p]: what a homogeneous moment of degree p gains when lengths are fixed to √D."""
-    log_moment = power / 2 * math.log(2) + math.lgamma((head_dim + power) / 2) - math.lgamma(head_dim / 2)
-    return math.exp(power / 2 * math.log(head_dim) - log_moment)
-
-
 def log_0f1(b: float, z: Tensor) -> Tensor:
     """log 0F1(;b;z) for z ≥ 0, elementwise, in float64."""
     z = z.double()

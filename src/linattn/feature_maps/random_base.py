@@ -1,7 +1,6 @@
 """Draw a random projection W, and the base of maps that live on one; letters as in feature_maps/__init__.py."""
 
 import math
-from abc import abstractmethod
 from functools import partial
 from threading import get_ident
 from typing import Any, Literal, Self, get_args
@@ -162,10 +161,6 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
         _REDRAWN[self] = get_ident(), 0 if is_repeated else torch._C._autograd._get_sequence_nr()
         return self
 
-    @abstractmethod
-    def variance(self, q: Tensor, k: Tensor) -> Tensor:
-        """Variance of the estimate φ(q)·φ(k) over draws, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
-
     def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
         """Variance of φ(q)·φ(k) over draws divided by the squared kernel, in float64, of the shape of the arguments.
 
@@ -176,7 +171,9 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
         Raises:
             ValueError: the variance is not a function of these alone, as that of `RandomRelu` and `Sderf`.
         """
-        raise ValueError(f"the variance of {type(self).__name__} depends on more than |x ± y|²; call variance(q, k)")
+        raise ValueError(
+            f"the variance of {type(self).__name__} depends on more than |x ± y|²; estimate it over redraws of the map"
+        )
 
     def draw_digest(self) -> str:
         """A digest of W, which may have been loaded beside another draw's seed."""

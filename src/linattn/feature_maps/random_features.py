@@ -6,7 +6,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._moments import Lengths, chi_moment_ratio, cosine_variance, exponential_variance, mean_cosine
+from linattn.feature_maps._moments import Lengths, cosine_variance, exponential_variance, mean_cosine
 from linattn.feature_maps._softmax_estimator import ExponentialEstimator, SoftmaxEstimator
 from linattn.feature_maps.arguments import check_number
 from linattn.feature_maps.powers import multiplied
@@ -54,9 +54,9 @@ class FavorPlus(ExponentialEstimator):
 class Hyperbolic(ExponentialEstimator):
     """Positive random features, each row used with both signs: an estimate by hyperbolic cosines.
 
-    φ(x) = [exp(±w_i·x̃ - |x̃|²/2)]/√R with x̃ = √scale·x, i = 1..R/2, the positive signs first; φ(q)·φ(k) is a mean of cosh(w_i·(x̃ + ỹ)) and
-    E φ(q)·φ(k) = exp(scale·q·k). With independent rows the relative variance is (cosh(s) - 1)/m, s = scale·|q + k|²:
-    never above FAVOR+'s at the same R, and far below it for s < 1, the more so with orthogonal rows.
+    φ(x) = [exp(±w_i·x̃ - |x̃|²/2)]/√R with x̃ = √scale·x, i = 1..R/2, the positive signs first; φ(q)·φ(k) is a mean of
+    cosh(w_i·(x̃ + ỹ)) and E φ(q)·φ(k) = exp(scale·q·k). With independent rows the relative variance is (cosh(s) - 1)/m,
+    s = scale·|q + k|²: never above FAVOR+'s at the same R, and far below it for s < 1, the more so with orthogonal rows.
     With lengths="fixed" the estimate has mean exp(-(|x̃|² + |ỹ|²)/2)·0F1(;D/2; D·s/4).
 
     Cost: O(L·R·D) time, O(L·R) memory; R/2 rows.
@@ -210,57 +210,20 @@ class RandomRelu(RandomFeatureMap):
 
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
         """E φ(q)·φ(k) over draws, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
-        return self._mean(*self._polar(q, k))
-
-    def variance(self, q: Tensor, k: Tensor) -> Tensor:
-        """Variance of φ(q)·φ(k) over independent rows, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk).
-
-        Raises:
-            ValueError: if two rows of the draw are orthogonal, where no closed form is known.
-        """
-        if self._rows().num_pairs:
-            raise ValueError(
-                'RandomRelu has no closed-form variance for draw="orthogonal": build it with draw="iid", or measure '
-                "the variance over redraws"
-            )
-        polar = self._polar(q, k)
-        return (self._second_moment(*polar) - self._mean(*polar).square()) / self.num_rows
-
-    def _weights(self, projection: Tensor) -> Tensor:
-        """W/√R as it multiplies inputs: the rectifier is homogeneous."""
-        return super()._weights(projection) / math.sqrt(self.num_rows)
-
-    def _polar(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """|x̃| (..., Lq, 1), |ỹ| (..., 1, Lk) and the angle (..., Lq, Lk), in float64."""
         self._check_width(q, k)
         q, k = q.double() * math.sqrt(self.scale), k.double() * math.sqrt(self.scale)
         x, y = q.norm(dim=-1).unsqueeze(-1), k.norm(dim=-1).unsqueeze(-2)
         # arccos loses half the digits near 0 and π; vectors of equal lengths and atan2 lose none.
         # A zero vector may have any angle: every term with its length is 0.
         u, v = q.unsqueeze(-2) * y.unsqueeze(-1), k.unsqueeze(-3) * x.unsqueeze(-1)
-        return x, y, 2 * torch.atan2((u - v).norm(dim=-1), (u + v).norm(dim=-1))
+        theta = 2 * torch.atan2((u - v).norm(dim=-1), (u + v).norm(dim=-1))
+        # Half the arc-cosine kernel of order 1.
+        product = x * y * (torch.sin(theta) + (math.pi - theta) * torch.cos(theta)) / (2 * math.pi)
+        half = self.head_dim / 2
+        gain = math.sqrt(half) * math.exp(math.lgamma(half) - math.lgamma(half + 0.5))  # √D/E χ_D
+        first = (gain if self.lengths == "fixed" else 1.0) / math.sqrt(2 * math.pi) * (x + y)
+        return product + self.floor * first + self.floor**2
 
-    def _moment(self, degree: int) -> float:
-        """The factor by which the lengths change a Gaussian moment of this degree."""
-        return 1.0 if self.lengths == "chi" else chi_moment_ratio(self.head_dim, degree)
-
-    def _mean(self, x: Tensor, y: Tensor, theta: Tensor) -> Tensor:
-        """E (a⁺ + f)(b⁺ + f) for a = w·x̃, b = w·ỹ, f the floor."""
-        first = self._moment(1) / math.sqrt(2 * math.pi) * (x + y)
-        return self._moment(2) * _product(x, y, theta) + self.floor * first + self.floor**2
-
-    def _second_moment(self, x: Tensor, y: Tensor, theta: Tensor) -> Tensor:
-        """E (a⁺ + f)²(b⁺ + f)², by degree in a and b."""
-        f, cosine = self.floor, torch.cos(theta)
-        squares = x.square() * y.square() / (2 * math.pi)
-        fourth = squares * (3 * torch.sin(theta) * cosine + (math.pi - theta) * (1 + 2 * cosine.square()))
-        third = x * y * (x + y) * (1 + cosine).square() / (2 * math.sqrt(2 * math.pi))
-        second = (x.square() + y.square()) / 2 * f**2 + 4 * f**2 * _product(x, y, theta)
-        first = (x + y) / math.sqrt(2 * math.pi)
-        lower = self._moment(2) * second + 2 * f**3 * self._moment(1) * first + f**4
-        return self._moment(4) * fourth + 2 * f * self._moment(3) * third + lower
-
-
-def _product(x: Tensor, y: Tensor, theta: Tensor) -> Tensor:
-    """E a⁺b⁺ for Gaussian w: half the arc-cosine kernel of order 1."""
-    return x * y * (torch.sin(theta) + (math.pi - theta) * torch.cos(theta)) / (2 * math.pi)
+    def _weights(self, projection: Tensor) -> Tensor:
+        """W/√R as it multiplies inputs: the rectifier is homogeneous."""
+        return super()._weights(projection) / math.sqrt(self.num_rows)

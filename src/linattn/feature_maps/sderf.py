@@ -95,24 +95,6 @@ class Sderf(ExponentialEstimator, FittedMap):
             self._set_fitted(self.scale * (second_moment(x) + second_moment(y) + cross + cross.mT))
         return self
 
-    def variance(self, q: Tensor, k: Tensor) -> Tensor:
-        """Variance of φ(q)·φ(k) over independent rows, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
-        if self._rows().num_pairs:
-            raise ValueError(
-                "the variance of Sderf with orthogonal rows has no known closed form: a tilt that differs between "
-                'directions leaves the rows no longer orthogonal; build it with draw="iid", or estimate it over redraw'
-            )
-        self._check_width(q, k)
-        # 1 - 8a = 2(1 - 4a) - 1: ρ and the constant from one matrix function each.
-        decay = spectral(self.tilt, lambda a: 1 / (1 - 8 * a))
-        constant = torch.linalg.slogdet(torch.eye(self.head_dim, dtype=decay.dtype, device=decay.device) + decay)[1]
-        constant = constant - torch.linalg.slogdet(4 * decay)[1] / 2
-        x, y = q.double(), k.double()
-        squares = [((side @ decay) * side).sum(-1) for side in (x, y)]
-        between = 2 * (x @ decay @ y.mT) + squares[0].unsqueeze(-1) + squares[1].unsqueeze(-2)
-        relative = torch.expm1(constant[..., None, None] + self.scale * between) / self.num_rows
-        return relative * self.kernel(q, k).square()
-
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The input in float32 or float64, and the weights in its dtype; refuses other heads than those of S."""
         self._fitted()
