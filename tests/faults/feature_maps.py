@@ -6,20 +6,6 @@ from faults.fault import Fault
 
 FAULTS = (
     Fault(
-        "follow the root of no distance",
-        "feature_maps/_moments.py",
-        "(square.double() + 1e-40).sqrt()",
-        "square.double().sqrt()",
-        "tests/feature_maps/test_kernel.py",
-    ),
-    Fault(
-        "keep nodes of integrals as inference mode makes them",
-        "feature_maps/_moments.py",
-        "x.to(frequency.device, copy=True)",
-        "x.to(frequency.device)",
-        "tests/feature_maps/test_kernel.py",
-    ),
-    Fault(
         "step one token with buffers of before",
         "feature_maps/_softmax_estimator.py",
         "        self._follow_buffers()\n        if self._prepared_from",

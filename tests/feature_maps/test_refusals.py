@@ -64,11 +64,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: FavorPlus(4, 8, num_heads=2).query(torch.zeros(1, 3, 5, 4)), ValueError, "num_heads=2, got .* 3 heads"),
     (lambda: Hyperbolic(4, 7), ValueError, "num_features must be a multiple of 2, got 7"),
     (lambda: Trigonometric(4, 7), ValueError, "num_features must be a multiple of 2, got 7"),
-    (
-        lambda: Trigonometric(4, 8, lengths="fixed").kernel(1e4 * torch.ones(1, 4), torch.zeros(1, 4)),
-        ValueError,
-        "lower the scale of the inputs",
-    ),
+    (lambda: Trigonometric(4, 8, lengths="fixed"), ValueError, r"lengths must be one of \('chi',\), got 'fixed'"),
     (lambda: Oprf(4, 8).query(X), ValueError, r"call fit\(query, key\) on sample inputs, or give mean_square"),
     (lambda: Oprf(4, 8).relative_variance(X, X), ValueError, r"call fit\(query, key\)"),
     (lambda: Oprf(4, 8, mean_square=-1.0), ValueError, "mean_square must be a finite number >= 0"),

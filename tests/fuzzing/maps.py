@@ -129,7 +129,7 @@ def _written(dice: Dice, head_dim: int) -> str:
         "Taylor": {"order": dice.pick(1, 2)} | scale,
         "FavorPlus": rows | draw | lengths | scale,
         "Hyperbolic": rows | draw | lengths | scale,
-        "Trigonometric": rows | draw | lengths | scale,
+        "Trigonometric": rows | draw | scale,
         "Oprf": rows | draw | lengths | scale,
         "Sderf": rows | draw | scale,
         "RandomRelu": rows | draw | lengths | {"floor": dice.pick(0.0, 1e-3, 0.5)},

@@ -46,7 +46,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "Taylor": [{"order": 1}, {"scale": 0.1}],
     "FavorPlus": [RANDOM, FIXED],
     "Hyperbolic": [RANDOM, FIXED],
-    "Trigonometric": [RANDOM, FIXED],
+    "Trigonometric": [RANDOM, {**FIXED, "lengths": "chi"}],
     "Oprf": [RANDOM, {**FIXED, "mean_square": 2.5}],
     "Sderf": [RANDOM, {"num_features": R, "num_heads": HEADS, "second_moment": torch.eye(D)}],
     "RandomRelu": [{**RANDOM, "floor": 0.5}, FIXED],

@@ -6,8 +6,8 @@ vector that enters (x + y, or x - y for cosines), everything follows from two fu
     G(|u|²)  = E exp(w·u)            chi lengths exp(|u|²/2)          fixed lengths 0F1(;D/2; D|u|²/4)
     G₂(|u|²) = E exp((w + w')·u)     chi lengths 1F1(D;D/2;|u|²/2)    fixed lengths 0F1(;D/2; D|u|²/2)
 
-for a row w and for two rows w ⊥ w' of one orthogonal block; means of cosines are G(-|u|²), G₂(-|u|²). With m rows and P
-ordered orthogonal pairs the variance relative to the squared mean is
+for a row w and for two rows w ⊥ w' of one orthogonal block; means of cosines are G(-|u|²), G₂(-|u|²), of
+chi lengths here. With m rows and P ordered orthogonal pairs the variance relative to the squared mean is
 
     (E g² / (E g)² - 1)/m + P/m²·(E g(w)g(w') / (E g)² - 1).
 
@@ -21,7 +21,6 @@ Source: Choromanski et al. 2021 (arXiv 2009.14794), lemma 2, for independent row
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -30,7 +29,6 @@ from torch import Tensor
 Lengths = Literal["chi", "fixed"]
 _RESCALE = 2.0**-500
 _RESCALE_EVERY = 16
-_LARGEST_FREQUENCY = 2000
 
 
 class Rows(NamedTuple):
@@ -49,13 +47,6 @@ def log_mean_exp(square: Tensor, head_dim: int, lengths: Lengths) -> Tensor:
     return log_0f1(head_dim / 2, square * (head_dim / 4))
 
 
-def mean_cosine(square: Tensor, head_dim: int, lengths: Lengths) -> Tensor:
-    """G(-square), square ≥ 0, to an absolute 1e-13 for fixed lengths."""
-    if lengths == "chi":
-        return torch.exp(square.double() / -2)
-    return sphere_cosine(head_dim, square * head_dim)
-
-
 def exponential_variance(s: Tensor, rows: Rows, *, is_hyperbolic: bool = False) -> Tensor:
     """Relative variance with g = exp, or cosh, as a function of s = |x + y|²."""
     log_mean = log_mean_exp(s, rows.head_dim, rows.lengths)
@@ -67,12 +58,10 @@ def exponential_variance(s: Tensor, rows: Rows, *, is_hyperbolic: bool = False) 
 
 
 def cosine_variance(d: Tensor, rows: Rows) -> Tensor:
-    """Relative variance with g = cos, as a function of d = |x - y|²; infinite where the mean is 0."""
-    mean_square = mean_cosine(d, rows.head_dim, rows.lengths).square()
-    second = (1 + mean_cosine(4 * d, rows.head_dim, rows.lengths)) / 2
-    pair, dim = mean_square, rows.head_dim
-    if rows.num_pairs:
-        pair = damped_1f1(dim, dim / 2, d / 2) if rows.lengths == "chi" else sphere_cosine(dim, 2 * dim * d)  # G₂(-d)
+    """Relative variance with g = cos, of chi lengths, as a function of d = |x - y|²; infinite where the mean is 0."""
+    mean_square, dim = torch.exp(-d.double()), rows.head_dim
+    second = (1 + mean_square.square()) / 2
+    pair = damped_1f1(dim, dim / 2, d / 2) if rows.num_pairs else mean_square  # G₂(-d)
     # Divide last: the parts may each be infinite relative to a mean that has underflowed.
     return combine(second - mean_square, pair - mean_square, rows) / mean_square
 
@@ -113,37 +102,6 @@ def damped_1f1(a: float, b: float, z: Tensor) -> Tensor:
         term = term * (z * ((b - a + k) / ((k + 1) * (b + k))))
         total, magnitude, k = total + term, magnitude + term.abs(), k + 1
     return total
-
-
-def sphere_cosine(head_dim: int, square: Tensor) -> Tensor:
-    """0F1(;D/2;-square/4): the mean of cos(√square·u), u one coordinate of a uniform unit vector; absolute 1e-13."""
-    frequency = (square.double() + 1e-40).sqrt()  # The root has no derivative at 0.
-    finite = frequency.detach()[frequency.isfinite()]
-    largest = float(finite.max()) if finite.numel() else 0.0
-    if largest > _LARGEST_FREQUENCY:
-        raise ValueError(
-            f"moments of cosines with lengths fixed to √D are computed up to D·|u|² = {_LARGEST_FREQUENCY**2}, got "
-            f"{largest**2:.4g}; the estimate is useless long before: lower the scale of the inputs"
-        )
-    # Exact for polynomials up to twice the number of nodes; cos needs about frequency/2. Powers of two, to cache.
-    nodes, weights = _gegenbauer(head_dim, 2 ** math.ceil(math.log2(64 + largest)))
-    nodes, weights = (x.to(frequency.device, copy=True) for x in (nodes, weights))  # made in any mode
-    # One node at a time: the outer product of all entries and all nodes may not fit.
-    total = torch.zeros_like(frequency)
-    for node, weight in zip(nodes, weights, strict=True):
-        total = total + weight * torch.cos(frequency * node)
-    return total
-
-
-@lru_cache(maxsize=32)
-def _gegenbauer(head_dim: int, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Gauss nodes and weights for the density ∝ (1 - u²)^((D-3)/2) on [-1, 1]; for D = 1 the two points ±1."""
-    k = torch.arange(1, num_nodes, dtype=torch.float64, device="cpu")
-    square = k * (k + head_dim - 3) / ((2 * k + head_dim - 2) * (2 * k + head_dim - 4))
-    square[0] = 1 / head_dim  # the general term is 0/0 there for D = 2
-    off = square.sqrt()
-    nodes, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
-    return nodes, vectors[0].square()
 
 
 def _log_series(like: Tensor, ratio: Callable[[int], Tensor]) -> Tensor:

@@ -93,6 +93,7 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
     """
 
     features_per_row: int = 1
+    _lengths: tuple[Lengths, ...] = get_args(Lengths)  # those that the map takes
     _settings: tuple[str, ...] = ("head_dim", "num_features", "draw", "lengths", "scale", "_seed", "num_heads")
     projection: Tensor
     seed: Tensor
@@ -114,7 +115,7 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
                 f"{type(self).__name__} makes {self.features_per_row} features of each row of its projection, so "
                 f"num_features must be a multiple of {self.features_per_row}, got {num_features}"
             )
-        for name, value, options in (("draw", draw, get_args(Draw)), ("lengths", lengths, get_args(Lengths))):
+        for name, value, options in (("draw", draw, get_args(Draw)), ("lengths", lengths, self._lengths)):
             if value not in options:
                 raise ValueError(f"{name} must be one of {options}, got {value!r}")
         self.draw: Draw = draw

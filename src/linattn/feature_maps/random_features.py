@@ -6,7 +6,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._moments import Lengths, cosine_variance, exponential_variance, mean_cosine
+from linattn.feature_maps._moments import Lengths, cosine_variance, exponential_variance
 from linattn.feature_maps._softmax_estimator import ExponentialEstimator, SoftmaxEstimator
 from linattn.feature_maps.arguments import check_number
 from linattn.feature_maps.powers import multiplied
@@ -56,8 +56,8 @@ class Hyperbolic(ExponentialEstimator):
 
     φ(x) = [exp(±w_i·x̃ - |x̃|²/2)]/√R with x̃ = √scale·x, i = 1..R/2, the positive signs first; φ(q)·φ(k) is a mean of
     cosh(w_i·(x̃ + ỹ)) and E φ(q)·φ(k) = exp(scale·q·k). With independent rows the relative variance is (cosh(s) - 1)/m,
-    s = scale·|q + k|²: never above FAVOR+'s at the same R, and far below it for s < 1, the more so with orthogonal rows.
-    With lengths="fixed" the estimate has mean exp(-(|x̃|² + |ỹ|²)/2)·0F1(;D/2; D·s/4).
+    s = scale·|q + k|²: never above FAVOR+'s at the same R, and far below it for s < 1, the more so with orthogonal
+    rows. With lengths="fixed" the estimate has mean exp(-(|x̃|² + |ỹ|²)/2)·0F1(;D/2; D·s/4).
 
     Cost: O(L·R·D) time, O(L·R) memory; R/2 rows.
 
@@ -99,7 +99,6 @@ class Trigonometric(SoftmaxEstimator):
     and `key` return the bounded part, the exponential is `query_log_weight` and `key_log_weight`. With independent rows
     the relative variance is (cosh(d) - 1)/m, d = scale·|q - k|²: exact for q = k, worst for opposed q and k, whose
     estimated weights may be negative.
-    With lengths="fixed" the estimate has mean exp((|x̃|² + |ỹ|²)/2)·0F1(;D/2; -D·d/4).
 
     Cost: O(L·R·D/2) time, O(L·R) memory; R/2 rows.
 
@@ -107,7 +106,7 @@ class Trigonometric(SoftmaxEstimator):
         head_dim: D, the width of a query or key.
         num_features: R, even.
         draw, scale, seed, num_heads: as in `RandomFeatureMap`.
-        lengths: "chi" (unbiased) or "fixed" (biased, lower variance).
+        lengths: "chi" alone: a cosine's mean over rows of one length may be negative.
 
     Raises:
         ValueError: if a size is not a positive integer, `num_features` is odd, or an option is not one of those above.
@@ -125,6 +124,7 @@ class Trigonometric(SoftmaxEstimator):
 
     features_per_row = 2
     nonnegative = False
+    _lengths = ("chi",)
 
     def query(self, x: Tensor) -> Tensor:
         """Features [cos(w·x̃), sin(w·x̃)]/√m: (..., L, D) -> (..., L, R)."""
@@ -140,10 +140,6 @@ class Trigonometric(SoftmaxEstimator):
     def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
         """Variance over draws divided by the squared kernel; a function of `difference_square` alone."""
         return cosine_variance(difference_square, self._rows())
-
-    def _fixed_kernel(self, sums: Tensor, differences: Tensor) -> Tensor:
-        """E φ(q)·φ(k) for lengths √D."""
-        return torch.exp((sums + differences) / 4) * mean_cosine(differences, self.head_dim, "fixed")
 
 
 @final
@@ -218,7 +214,7 @@ class RandomRelu(RandomFeatureMap):
         u, v = q.unsqueeze(-2) * y.unsqueeze(-1), k.unsqueeze(-3) * x.unsqueeze(-1)
         theta = 2 * torch.atan2((u - v).norm(dim=-1), (u + v).norm(dim=-1))
         # Half the arc-cosine kernel of order 1.
-        product = x * y * (torch.sin(theta) + (math.pi - theta) * torch.cos(theta)) / (2 * math.pi)
+        product: Tensor = x * y * (torch.sin(theta) + (math.pi - theta) * torch.cos(theta)) / (2 * math.pi)
         half = self.head_dim / 2
         gain = math.sqrt(half) * math.exp(math.lgamma(half) - math.lgamma(half + 0.5))  # √D/E χ_D
         first = (gain if self.lengths == "fixed" else 1.0) / math.sqrt(2 * math.pi) * (x + y)
