@@ -14,7 +14,6 @@ API = ROOT / "docs" / "api"
 SOURCES = (ROOT / "src", ROOT / "lab" / "src")
 # Rooms whose names are for the library's own use, as CONTRIBUTING.md says of them.
 INNER = {
-    "linattn.processes",
     "linattn.records",
     "linattn.attention.backends",
     "linattn.attention.backends.blocked",

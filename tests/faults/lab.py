@@ -23,7 +23,7 @@ FAULTS = (
     ),
     Fault(
         "take interrupts that a shell has ignored",
-        "processes/group.py",
+        "processes.py",
         " or not callable(before):",
         ":",
         "tests/processes/test_interrupts.py",
