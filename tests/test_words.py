@@ -32,7 +32,7 @@ VAGUE = {"found", "kept", "own", "given"}
 
 def nodes(room: str) -> Iterator[tuple[str, ast.AST]]:
     """Each node of a room's files, and the file's path."""
-    for path in sorted((SOURCE / room).rglob("*.py")):
+    for path in sorted((SOURCE / room).rglob("*.py")) or [SOURCE / f"{room}.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
             yield str(path.relative_to(SOURCE)), node
 

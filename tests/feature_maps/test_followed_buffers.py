@@ -48,7 +48,6 @@ PAIRS: dict[str, Callable[[], FeatureMap]] = {
     "Centred-LearnedExponential": lambda: build("Centred-LearnedExponential"),
     "FavorPlus-per-head": lambda: build("FavorPlus-per-head"),
     "Hyperbolic-fixed": lambda: build("Hyperbolic-fixed"),
-    "Oprf-fixed": lambda: Oprf(HEAD_DIM, NUM_FEATURES, lengths="fixed", mean_square=1.0),
     "Expansion-2": lambda: build("Expansion-2"),
 }
 # What else there is of a map than its numbers is the same for all of a kind: index tables of products.
@@ -223,7 +222,6 @@ def test_a_functional_call_has_the_map_of_its_buffers_and_leaves_the_map_its_own
 
 UNFITTED: dict[str, Callable[[], FeatureMap]] = {
     "Oprf": lambda: Oprf(HEAD_DIM, NUM_FEATURES),
-    "Oprf-fixed": lambda: Oprf(HEAD_DIM, NUM_FEATURES, lengths="fixed"),
     "Sderf": lambda: Sderf(HEAD_DIM, NUM_FEATURES),
     "Expansion": lambda: Expansion(HEAD_DIM),
     "Expansion-2": lambda: Expansion(HEAD_DIM, 3, order=2),

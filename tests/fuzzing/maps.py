@@ -130,7 +130,7 @@ def _written(dice: Dice, head_dim: int) -> str:
         "FavorPlus": rows | draw | lengths | scale,
         "Hyperbolic": rows | draw | lengths | scale,
         "Trigonometric": rows | draw | scale,
-        "Oprf": rows | draw | lengths | scale,
+        "Oprf": rows | draw | scale,
         "Sderf": rows | draw | scale,
         "RandomRelu": rows | draw | lengths | {"floor": dice.pick(0.0, 1e-3, 0.5)},
         "Expansion": {"num_centres": dice.integer(1, 5), "order": dice.pick(0, 1, 2)} | scale,

@@ -47,7 +47,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "FavorPlus": [RANDOM, FIXED],
     "Hyperbolic": [RANDOM, FIXED],
     "Trigonometric": [RANDOM, {**FIXED, "lengths": "chi"}],
-    "Oprf": [RANDOM, {**FIXED, "mean_square": 2.5}],
+    "Oprf": [RANDOM, {"num_features": R, "num_heads": HEADS, "mean_square": 2.5}],
     "Sderf": [RANDOM, {"num_features": R, "num_heads": HEADS, "second_moment": torch.eye(D)}],
     "RandomRelu": [{**RANDOM, "floor": 0.5}, FIXED],
     "Expansion": [{"num_centres": 3, "order": 2}, {"scale": 0.5, "centres": torch.ones(HEADS, 16, D)}],

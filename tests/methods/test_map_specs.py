@@ -35,9 +35,9 @@ def test_options_reach_the_map():
 
 
 def test_wrappers_nest_in_the_order_written():
-    spec = parse_map("centred(BALANCED(oprf(lengths='fixed', num_features=24)))")
+    spec = parse_map("centred(BALANCED(oprf(draw='iid', num_features=24)))")
     assert spec.wrappers == ("Centred", "Balanced")
-    assert spec.label == "Centred(Balanced(Oprf(lengths='fixed', num_features=24)))"
+    assert spec.label == "Centred(Balanced(Oprf(draw='iid', num_features=24)))"
     assert not spec.takes_features
     built = spec.build(8, num_features=None, scale=0.25, seed=7)
     assert isinstance(built, Centred)

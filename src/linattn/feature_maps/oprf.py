@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._fitted import FittedMap, grouped_sample, token_mean
-from linattn.feature_maps._moments import Lengths, combine, exponential_variance, log_mean_exp, pair_excess
+from linattn.feature_maps._moments import combine, pair_excess
 from linattn.feature_maps._softmax_estimator import ExponentialEstimator
 from linattn.feature_maps.arguments import check_number
 from linattn.feature_maps.base import has_number
@@ -22,17 +22,12 @@ class Oprf(ExponentialEstimator, FittedMap):
     A = (1 - 2f - √((2f + 1)² + 8f))/16 ≤ 0, which minimises the variance at |x̃ + ỹ|² = mean_square among independent
     rows. E φ(q)·φ(k) = exp(scale·q·k) for every A; A = 0 is FAVOR+.
 
-    With lengths="fixed" |w|² is constant and the tilt can only stretch W: φ_i(x) = c·exp(√(1 - 4A)·w_i·x̃ - |x̃|²/2)/√R,
-    whose mean is c²·exp(-(|x̃|² + |ỹ|²)/2)·0F1(;D/2; D(1 - 4A)s/4), s = |x̃ + ỹ|²; c is chosen so that it equals
-    exp(scale·q·k) where s = mean_square.
-
     Cost: O(L·R·D) time, O(L·R) memory; R rows.
 
     Args:
         head_dim: D, the width of a query or key.
         num_features: R.
         draw, scale, seed, num_heads: as in `RandomFeatureMap`.
-        lengths: "chi" (unbiased) or "fixed" (biased).
         mean_square: mean of |x̃ + ỹ|² over pairs of query and key, ≥ 0; None to measure it with `fit`.
 
     Raises:
@@ -59,15 +54,12 @@ class Oprf(ExponentialEstimator, FittedMap):
         num_features: int,
         *,
         draw: Draw = "orthogonal",
-        lengths: Lengths = "chi",
         scale: float | None = None,
         seed: int = 0,
         num_heads: int | None = None,
         mean_square: float | None = None,
     ) -> None:
-        super().__init__(
-            head_dim, num_features, draw=draw, lengths=lengths, scale=scale, seed=seed, num_heads=num_heads
-        )
+        super().__init__(head_dim, num_features, draw=draw, lengths="chi", scale=scale, seed=seed, num_heads=num_heads)
         self.register_buffer("mean_square", torch.tensor(math.nan, dtype=torch.float64, device="cpu"))
         self._set_mean_square(mean_square)
 
@@ -104,11 +96,10 @@ class Oprf(ExponentialEstimator, FittedMap):
         self._set_mean_square(max(0.0, self.scale * float(mean_square)))
         return self
 
-    def _own_constants(self, weights: Tensor) -> Tensor | None:
-        """A|w|² from the weights √(scale·(1 - 4A))·w, where lengths differ."""
+    def _own_constants(self, weights: Tensor) -> Tensor:
+        """A|w|² from the weights √(scale·(1 - 4A))·w."""
         # D·R operations, nothing beside the product with x.
-        share = self.tilt / (self.scale * (1 - 4 * self.tilt))
-        return None if self.lengths == "fixed" else weights.square().sum(-2, keepdim=True) * share
+        return weights.square().sum(-2, keepdim=True) * (self.tilt / (self.scale * (1 - 4 * self.tilt)))
 
     def _constant(self) -> float:
         """The logarithm of φ's constant factor."""
@@ -117,16 +108,9 @@ class Oprf(ExponentialEstimator, FittedMap):
     def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
         """Variance over draws divided by the squared kernel; a function of `sum_square` alone."""
         rows, stretch = self._rows(), 1 - 4 * self.tilt
-        if self.lengths == "fixed":
-            return exponential_variance(stretch * sum_square, rows)
         s, spread = sum_square.double(), 1 - 8 * self.tilt
         constant = self.head_dim * (math.log(stretch) - math.log(spread) / 2)
         return combine(torch.expm1(constant + s * (2 * stretch / spread - 1)), pair_excess(s, rows), rows)
-
-    def _fixed_kernel(self, sums: Tensor, differences: Tensor) -> Tensor:
-        """E φ(q)·φ(k) for lengths √D."""
-        log_mean = log_mean_exp((1 - 4 * self.tilt) * sums, self.head_dim, "fixed")
-        return torch.exp(log_mean + 2 * self._log_constant - (sums + differences) / 4)
 
     def _weights(self, projection: Tensor) -> Tensor:
         """√(1 - 4A)·W as it multiplies inputs."""
@@ -147,10 +131,5 @@ class Oprf(ExponentialEstimator, FittedMap):
             value = float(self.mean_square)
             self._mean_square = None if math.isnan(value) else value
         if self._mean_square is not None:
-            stretch = 1 - 4 * self.tilt
-            if self.lengths == "chi":
-                self._log_constant = self.head_dim / 4 * math.log(stretch)
-            else:
-                at = torch.tensor(stretch * self._mean_square, dtype=torch.float64, device="cpu")
-                self._log_constant = (self._mean_square / 2 - float(log_mean_exp(at, self.head_dim, "fixed"))) / 2
+            self._log_constant = self.head_dim / 4 * math.log(1 - 4 * self.tilt)
         super()._derive_from_buffers()
