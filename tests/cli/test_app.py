@@ -82,8 +82,8 @@ def test_a_subcommand_of_another_distribution_takes_the_package_s_names(tmp_path
     [
         (
             ["convert", "MODEL", "OUT"],
-            "accelerate",
-            "linattn convert: linattn.convert trains transformers models, and accelerate",
+            "tensorboard",
+            "linattn convert: linattn.convert trains transformers models, and tensorboard",
         ),
         (
             ["generate", "MODEL", "--prompt", "x"],

@@ -258,7 +258,6 @@ def test_what_it_leaves_in_the_model(build, batches, ticking):
         "embeddings.word_embeddings.weight"
     ]
     assert all(weight.grad is None for weight in model.parameters())
-    assert not hasattr(model, "_is_accelerate_prepared")
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, KeyboardInterrupt])
@@ -287,7 +286,6 @@ def test_after_an_error_the_model_is_what_it_was(build, batches, ticking, monkey
     assert unchanged(model, before)
     assert [module.training for module in model.modules()] == modes
     assert all(weight.grad is None for weight in model.parameters())
-    assert not hasattr(model, "_is_accelerate_prepared")
 
 
 def test_a_gradient_that_is_not_finite(build, batches, ticking):

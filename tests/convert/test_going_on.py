@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from accelerate import Accelerator
+from torch.utils.tensorboard import SummaryWriter
 
 from converted import agreement, names, state, unchanged
 from linattn.convert import ConvertConfig, convert_, course
@@ -105,7 +105,7 @@ def test_a_full_disk_in_a_conversion_names_its_folder(build, batches, ticking, t
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Accelerator, "log", full)
+    monkeypatch.setattr(SummaryWriter, "add_scalar", full)
     with pytest.raises(OSError, match=f"No space left on device: {work} was not written; free some space"):
         convert_(model, batches, CONFIG, work=work)
     assert unchanged(model, before)

@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -240,17 +239,11 @@ def test_nothing_is_left_on_the_model(training):
     point = Point()
     train(training(point), None, quiet)
     assert point.place.grad is None
-    assert not hasattr(point, "_is_accelerate_prepared")
     assert torch.equal(point.passing, torch.ones(2))
 
 
-def test_accelerators_of_others(training, monkeypatch):
-    """One made before in this process is no hindrance, and several processes are refused."""
-    Accelerator()
-    train(training(Point(), seconds=2.0), None, quiet)
-    Accelerator(cpu=True)
-    train(training(Point(), seconds=2.0), None, quiet)
-    monkeypatch.setattr(Accelerator, "num_processes", 2)
+def test_processes_without_a_group_are_refused(training, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="a launcher started 2 processes, and no group of them was made"):
         train(training(Point()), None, quiet)
 

@@ -5,7 +5,7 @@ Letters: B batch, H query heads, L tokens, n of them that are live or chosen, E 
 
 from importlib.util import find_spec
 
-if _missing := [name for name in ("transformers", "accelerate", "tensorboard", "peft") if find_spec(name) is None]:
+if _missing := [name for name in ("transformers", "tensorboard", "peft") if find_spec(name) is None]:
     raise ImportError(
         f"linattn.convert trains transformers models, and {', '.join(_missing)} is missing: pip install "
         "'linattn[convert]'"

@@ -1,9 +1,9 @@
-"""A training loop on Accelerate that is cut off and goes on; conversions and new language models share it."""
+"""A training loop that is cut off and goes on; conversions and new language models share it."""
 
 from importlib.util import find_spec
 
-if _missing := [name for name in ("accelerate", "tensorboard") if find_spec(name) is None]:
-    raise ImportError(f"linattn trains with {' and '.join(_missing)}, not installed here: pip install 'linattn[train]'")
+if find_spec("tensorboard") is None:
+    raise ImportError("linattn trains with tensorboard, not installed here: pip install 'linattn[train]'")
 
 from linattn.feature_maps.digests import weights_digest as weights_digest
 from linattn.processes import Processes as Processes

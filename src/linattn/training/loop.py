@@ -1,17 +1,18 @@
 """The training loop: a loss, a budget of time, the best weights so far, checkpoints, curves."""
 
 import math
+import os
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.tensorboard.writer import SummaryWriter
 
 from linattn.processes import Processes, interrupts
 from linattn.training.budgets import Budget, Progress
@@ -88,29 +89,20 @@ def train(training: Training, work: WorkFolder | None, notify: Notify) -> Traine
 
     Ctrl-C ends the training after the current step, as if its time were over; so does a KeyboardInterrupt from
     `notify`. Raises RuntimeError if the validation loss before training, or a gradient, is not finite; ValueError if a
-    checkpoint holds other tensors than model and optimiser have, Accelerate found a launcher's processes of which no
-    group was made, or another precision than float32.
+    checkpoint holds other tensors than model and optimiser have, or a launcher started processes of which no group was
+    made.
 
-    Source: Loshchilov and Hutter 2019 (arXiv 1711.05101) for AdamW; Accelerate's documentation.
+    Source: Loshchilov and Hutter 2019 (arXiv 1711.05101) for AdamW.
     """
-    accelerator = _accelerator(work)
-    with interrupts(are_raised=False) as pressed:
+    with interrupts(are_raised=False) as pressed, ExitStack() as ending:
+        ending.callback(training.model.zero_grad)
+        run = _Run(training, work, notify, ending)
         try:
-            run = _Run(training, accelerator, work, notify)
-            try:
-                run.go(pressed)
-            except KeyboardInterrupt:
-                # Raised in a step.
-                pressed.append(signal.SIGINT)
-            training.model.load_state_dict(run.best)
-        finally:
-            # Not end_training, which would end the processes' group too.
-            for tracker in accelerator.trackers:
-                tracker.finish()
-            accelerator.free_memory()
-            training.model.zero_grad()
-            # Accelerate's own mark: with it, another accelerator would pass the model over without a word.
-            vars(training.model).pop("_is_accelerate_prepared", None)
+            run.go(pressed)
+        except KeyboardInterrupt:
+            # Raised in a step.
+            pressed.append(signal.SIGINT)
+        training.model.load_state_dict(run.best)
     progress, stopped = run.progress, bool(pressed)
     return Trained(training.name, progress.step, progress.seconds, progress.first, progress.best, stopped)
 
@@ -118,28 +110,33 @@ def train(training: Training, work: WorkFolder | None, notify: Notify) -> Traine
 class _Run:
     """A training under way, from its last checkpoint or from its beginning."""
 
-    def __init__(self, training: Training, accelerator: Accelerator, work: WorkFolder | None, notify: Notify) -> None:
-        self._training, self._accelerator, self._work, self._notify = training, accelerator, work, notify
+    def __init__(self, training: Training, work: WorkFolder | None, notify: Notify, ending: ExitStack) -> None:
+        self._training, self._work, self._notify = training, work, notify
         self._processes = Processes.of_this_run()
-        groups = [{"params": list(parameters), "lr": rate} for parameters, rate in training.parameters]
-        optimizer = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0)
+        if (started := int(os.environ.get("WORLD_SIZE", "1"))) not in (1, self._processes.size):
+            raise ValueError(
+                f"a launcher started {started} processes, and no group of them was made; start without a launcher, or "
+                "make one with linattn.training.launched"
+            )
         # The model is not wrapped: the loss calls it itself, and gradients are averaged here.
-        accelerator.prepare_model(training.model, evaluation_mode=True)
-        self._optimizer = accelerator.prepare_optimizer(optimizer)
+        groups = [{"params": list(parameters), "lr": rate} for parameters, rate in training.parameters]
+        self._optimizer = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0)
         self._is_sharded = any(isinstance(weight, DTensor) for weight in training.model.parameters())
         start = self._resumed()
         self._seed = self._processes.from_first(torch.initial_seed())  # A checkpoint holds the first process's.
-        # Curves of steps that are lost are taken back.
-        logging = {} if start is None else {"purge_step": start[0].step + 1}
+        self._curves: SummaryWriter | None = None
         if work is not None:
             work.wait_for_later_logs(training.name)
-        accelerator.init_trackers(training.name, init_kwargs={"tensorboard": logging})
+            # Curves of steps that are lost are taken back.
+            lost = None if start is None else start[0].step + 1
+            self._curves = SummaryWriter(str(work.logs / training.name), purge_step=lost)
+            ending.callback(self._curves.close)
         if start is None:
             loss = self._processes.from_first(training.validate())
             if not math.isfinite(loss):
                 raise RuntimeError(f"{training.name}: the loss is {loss} before the first step; take another map")
             start = Progress(0, 0.0, loss, loss, loss), _tensors(training.model)
-            accelerator.log({"validation loss": loss}, step=0)
+            self._plot({"validation loss": loss}, 0)
         self.progress, self.best = start
         # A divergence of next to nothing may be rounded below 0.
         lowered = min(1.0, math.sqrt(max(self.progress.first, 0.0)))
@@ -208,7 +205,7 @@ class _Run:
             torch.manual_seed(random.Random(f"{self._seed} {self._processes.rank} {step}").getrandbits(63))
         loss = self._training.loss(step)
         self._optimizer.zero_grad()
-        self._accelerator.backward(loss)
+        loss.backward()
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         mean = loss.detach().clone()
         # Sharded gradients are averaged already; what one process has no gradient of, as of an expert, another may.
@@ -219,16 +216,15 @@ class _Run:
         for one, grad, share in zip(whole, grads, reached.tolist(), strict=True):
             one.grad = grad if share else None
         value = float(mean)
-        norm = self._accelerator.clip_grad_norm_(parameters, _CLIP)
-        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm or 0.0)
-        if not math.isfinite(norm):
+        norm = nn.utils.clip_grad_norm_(parameters, _CLIP)
+        if not (norm.full_tensor() if isinstance(norm, DTensor) else norm).isfinite():
             raise RuntimeError(
                 f"{self._training.name}: the gradient is not finite at step {step} (loss {value}); lower the "
                 "learning rate, or take another map"
             )
         self._optimizer.step()
         self.progress = replace(self.progress, step=step + 1, training_loss=value)
-        self._accelerator.log({"loss": value, "learning rate": self._rates[0] * factor}, step=step + 1)
+        self._plot({"loss": value, "learning rate": self._rates[0] * factor}, step + 1)
 
     def _look(self) -> None:
         """The validation loss; the best weights are kept."""
@@ -236,7 +232,14 @@ class _Run:
         if loss < self.progress.best:
             self.best = _tensors(self._training.model)
         self.progress = replace(self.progress, loss=loss, best=min(self.progress.best, loss))
-        self._accelerator.log({"validation loss": loss, "best validation loss": self.progress.best}, self.progress.step)
+        self._plot({"validation loss": loss, "best validation loss": self.progress.best}, self.progress.step)
+
+    def _plot(self, values: Mapping[str, float], step: int) -> None:
+        """Points of the curves, where there is a folder."""
+        if self._curves is not None:
+            for name, value in values.items():
+                self._curves.add_scalar(name, value, step)
+            self._curves.flush()
 
     def _save(self) -> None:
         """A checkpoint, where there is a folder; sharded tensors are gathered for it."""
@@ -256,20 +259,6 @@ def learning_rate_factor(step: int, share: float) -> float:
     # Loshchilov and Hutter 2017 (arXiv 1608.03983), and never 0.
     fall = _LEAST_RATE + (1 - _LEAST_RATE) * (1 + math.cos(math.pi * min(share, 1.0))) / 2
     return min(1.0, (step + 1) / _WARM_UP) * fall
-
-
-def _accelerator(work: WorkFolder | None) -> Accelerator:
-    """An accelerator that leaves the model where it is, with curves for TensorBoard where there is a folder."""
-    logs, log_with = (None, None) if work is None else (work.logs, "tensorboard")
-    accelerator = Accelerator(device_placement=False, mixed_precision="no", log_with=log_with, project_dir=logs)
-    if accelerator.num_processes not in (1, Processes.of_this_run().size):
-        raise ValueError(
-            f"a launcher started {accelerator.num_processes} processes, and no group of them was made; start without a "
-            "launcher, or make one with linattn.training.launched"
-        )
-    if logs is not None:
-        logs.mkdir(parents=True, exist_ok=True)
-    return accelerator
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
