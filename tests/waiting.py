@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import linattn.processes
 from linattn.cli.app import ERRORS, error_line
-from linattn.processes import group, launched
+from linattn.processes import launched
 
 
 def wait_for_all(rank: int, port: int, failing: int, number: int, said: Path) -> None:
@@ -23,7 +24,7 @@ def wait_for_all(rank: int, port: int, failing: int, number: int, said: Path) ->
         os.dup2(file.fileno(), 2)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
     torch.set_num_threads(1)
-    group._TIMEOUT = timedelta(seconds=4)
+    linattn.processes._TIMEOUT = timedelta(seconds=4)
     try:
         with launched() as processes:
             if processes.gather(processes.rank) != [0, 1]:

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from linattn.processes import group, interrupts
+from linattn import processes
+from linattn.processes import interrupts
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -34,6 +35,6 @@ def test_ignored_interrupts_stay_so():
 def test_the_example_of_waiting_interrupts_holds_where_they_are_ignored():
     """As in `make test &`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    (example,) = doctest.DocTestFinder(recurse=False).find(interrupts, "interrupts", group)
+    (example,) = doctest.DocTestFinder(recurse=False).find(interrupts, "interrupts", processes)
     assert doctest.DocTestRunner().run(example).failed == 0
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
