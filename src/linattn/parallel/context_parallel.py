@@ -121,7 +121,9 @@ class SequenceParts:
         fields = fields_of_call("softmax layer", tokens, None, None, (), **options)
         fields |= {f"lengths[{rank}]": length for rank, length in enumerate(lengths or ())}
         every = exchange_fields(self.ranks, fields, (heads.query.shape[2], heads.key.shape[2]))
-        views = Views.whole(every[:, 1].tolist() if lengths is None else lengths, is_causal=layer.is_causal)
+        every_length = every[:, 1].tolist() if lengths is None else lengths
+        # As through a window over the whole sequence.
+        views = Views.of(every_length, max(sum(every_length), 1), is_causal=layer.is_causal)
         mask = None
         if heads.key_mask is not None:
             mask = heads.key.new_zeros(heads.key_mask.shape).masked_fill(~heads.key_mask, -torch.inf).unsqueeze(1)

@@ -182,12 +182,6 @@ class Views(NamedTuple):
         ends = starts[1:] if is_causal else [min((-(-end // window) + 1) * window, starts[-1]) for end in starts[1:]]
         return cls(starts, firsts, ends)
 
-    @classmethod
-    def whole(cls, lengths: Sequence[int], *, is_causal: bool) -> Views:
-        """The views of those who see everything, or everything before."""
-        starts = list(accumulate(lengths, initial=0))
-        return cls(starts, [0] * len(starts), starts[1:] if is_causal else [starts[-1]] * len(lengths))
-
     def shared(self, holder: int, reader: int) -> slice:
         """Which of its own tokens a rank sends to another."""
         if holder == reader:
