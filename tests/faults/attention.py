@@ -65,7 +65,7 @@ FAULTS = (
     ),
     Fault(
         "leave the length out of exponents of base 2",
-        "feature_maps/_softmax_estimator.py",
+        "feature_maps/random_features.py",
         ".mul_(-LOG2_E / 2 * powers.scale)",
         ".mul_(0.0)",
         "tests/feature_maps/test_buffers.py",

@@ -7,7 +7,7 @@ from faults.fault import Fault
 FAULTS = (
     Fault(
         "step one token with buffers of before",
-        "feature_maps/_softmax_estimator.py",
+        "feature_maps/random_features.py",
         "        self._follow_buffers()\n        if self._prepared_from",
         "        if self._prepared_from",
         "tests/feature_maps/test_followed_buffers.py",
@@ -56,14 +56,14 @@ FAULTS = (
     ),
     Fault(
         "forget 1/√R",
-        "feature_maps/_softmax_estimator.py",
+        "feature_maps/random_features.py",
         "-math.log(self.num_features) / 2",
         "0.0",
         "tests/feature_maps/test_kernel.py",
     ),
     Fault(
         "forget |x|²/2",
-        "feature_maps/_softmax_estimator.py",
+        "feature_maps/random_features.py",
         "self._half_square(x, -self._constant())",
         "-self._constant()",
         "tests/feature_maps/test_kernel.py",
@@ -98,7 +98,7 @@ FAULTS = (
     ),
     Fault(
         "pull a norm back twice",
-        "feature_maps/_softmax_estimator.py",
+        "feature_maps/random_features.py",
         "value=-self.scale",
         "value=-2 * self.scale",
         "tests/laws/test_gradient.py",
@@ -119,9 +119,9 @@ FAULTS = (
     ),
     Fault(
         "stretch a direction as another's tilt asks",
-        "feature_maps/sderf.py",
-        "lambda f: (1 - 4 * _best_tilt(f)).sqrt())",
-        "lambda f: (1 - 4 * _best_tilt(f).mean(-1, keepdim=True)).sqrt().expand_as(f))",
+        "feature_maps/tilted.py",
+        "lambda f: (1 - 4 * _best_tilt(f.clamp(min=0))).sqrt())",
+        "lambda f: (1 - 4 * _best_tilt(f.clamp(min=0)).mean(-1, keepdim=True)).sqrt().expand_as(f))",
         "tests/feature_maps/test_sderf.py",
     ),
     Fault(
@@ -252,7 +252,7 @@ FAULTS = (
     ),
     Fault(
         "keep the statistics of a mean square that is another",
-        "feature_maps/oprf.py",
+        "feature_maps/tilted.py",
         "self._mean_square = None if math.isnan(value) else value",
         "self._mean_square = self._mean_square if value else None",
         "tests/feature_maps/test_followed_buffers.py",

@@ -25,7 +25,6 @@ from linattn.feature_maps.expansion import GroupedFeatureMap as GroupedFeatureMa
 from linattn.feature_maps.learned import Hedgehog as Hedgehog
 from linattn.feature_maps.learned import LearnedExponential as LearnedExponential
 from linattn.feature_maps.learned import LearnedMap as LearnedMap
-from linattn.feature_maps.oprf import Oprf as Oprf
 from linattn.feature_maps.polynomial import Taylor as Taylor
 from linattn.feature_maps.polynomial import TensorPolynomial as TensorPolynomial
 from linattn.feature_maps.random_base import RandomFeatureMap as RandomFeatureMap
@@ -33,7 +32,8 @@ from linattn.feature_maps.random_features import FavorPlus as FavorPlus
 from linattn.feature_maps.random_features import Hyperbolic as Hyperbolic
 from linattn.feature_maps.random_features import RandomRelu as RandomRelu
 from linattn.feature_maps.random_features import Trigonometric as Trigonometric
-from linattn.feature_maps.sderf import Sderf as Sderf
+from linattn.feature_maps.tilted import Oprf as Oprf
+from linattn.feature_maps.tilted import Sderf as Sderf
 from linattn.feature_maps.wrappers import Balanced as Balanced
 from linattn.feature_maps.wrappers import Centred as Centred
 
