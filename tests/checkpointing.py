@@ -43,7 +43,7 @@ def resume(folder: WorkFolder, trained: Trained) -> tuple[Progress, dict[str, Te
     last = folder.last("transfer")
     assert last is not None
     place, progress = last
-    return progress, put(read(place, *trained, ALONE), *trained, ALONE)
+    return progress, put(read(place, *trained), *trained, ALONE)
 
 
 def seal(checkpoint: Path) -> None:

@@ -52,7 +52,7 @@ def resumed(mesh: DeviceMesh | None, folder: Path, dim: int) -> dict[str, Tensor
     made, processes = model(mesh, dim), Processes.of_this_run()
     optimizer = torch.optim.AdamW(made.parameters())
     torch.rand(3)
-    best = put(read(folder, made, optimizer, processes), made, optimizer, processes)
+    best = put(processes.all_do(lambda: read(folder, made, optimizer)), made, optimizer, processes)
     return whole(held(made, optimizer, best))
 
 
@@ -89,7 +89,7 @@ def refused(mesh: DeviceMesh, folder: Path, other: int) -> tuple[str, bool]:
     processes = Processes.of_this_run()
     made = model(mesh, 0, 6 if processes.rank == other else 5)
     optimizer, before = torch.optim.AdamW(made.parameters()), [x.to_local().clone() for x in made.parameters()]
-    said = _said(lambda: put(read(folder, made, optimizer, processes), made, optimizer, processes))
+    said = _said(lambda: put(processes.all_do(lambda: read(folder, made, optimizer)), made, optimizer, processes))
     now = [x.to_local() for x in made.parameters()]
     return said, bool(optimizer.state) or not all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
 

@@ -21,7 +21,8 @@ T = TypeVar("T", float, Tensor)
 
 def _best_tilt(f: T) -> T:
     """The coefficient of w² in a direction where (x̃ + ỹ)² has the mean f ≥ 0; the variance is least with it."""
-    return (1 - 2 * f - ((2 * f + 1) ** 2 + 8 * f) ** 0.5) / 16
+    tilt: T = (1 - 2 * f - ((2 * f + 1) ** 2 + 8 * f) ** 0.5) / 16
+    return tilt
 
 
 @final

@@ -156,10 +156,8 @@ class _Run:
             return None
         folder, progress = last
         # Whole tensors are read by the first process, which may have the only disk.
-        if self._is_sharded:
-            tensors = read(folder, model, optimizer, processes)
-        else:
-            tensors = processes.first_does(lambda: read(folder, model, optimizer, Processes(0, 1)))
+        does = processes.all_do if self._is_sharded else processes.first_does
+        tensors = does(lambda: read(folder, model, optimizer))
         return progress, put(tensors, model, optimizer, processes)
 
     def go(self, pressed: list[int]) -> None:

@@ -54,9 +54,17 @@ def put(
     return _under(_BEST, tensors)
 
 
-def read(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, processes: Processes) -> dict[str, Tensor]:
-    """The tensors of a folder, laid out as this model's are, checked before any takes memory; errors are all's."""
-    return processes.all_do(lambda: _read(folder, _alike(model, optimizer)))
+def read(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The tensors of a folder, or this process's parts of them, laid out as the model's; checked before they are."""
+    path, alike = folder / FILE, _alike(model, optimizer)
+    try:
+        stored = load_file(path, device="cpu")
+    # The last kind: dtypes that safetensors knows, and its reader for torch does not.
+    except (SafetensorError, FileNotFoundError, KeyError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); remove {folder} to go on from the one before it") from None
+    _check(stored, alike, str(path))
+    # The best weights wait where there is most memory.
+    return {name: _laid_out(x, alike[name], "cpu" if name.startswith(_BEST) else None) for name, x in stored.items()}
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], processes: Processes) -> None:
@@ -82,19 +90,6 @@ def _write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         raise OSError(str(error)) from error
     except KeyError as error:
         raise ValueError(f"no checkpoint keeps tensors of {error}; take another dtype") from error
-
-
-def _read(folder: Path, alike: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The file's tensors, or this process's parts of them."""
-    path = folder / FILE
-    try:
-        stored = load_file(path, device="cpu")
-    # The last kind: dtypes that safetensors knows, and its reader for torch does not.
-    except (SafetensorError, FileNotFoundError, KeyError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); remove {folder} to go on from the one before it") from None
-    _check(stored, alike, str(path))
-    # The best weights wait where there is most memory.
-    return {name: _laid_out(x, alike[name], "cpu" if name.startswith(_BEST) else None) for name, x in stored.items()}
 
 
 def _laid_out(x: Tensor, like: Tensor, device: str | None) -> Tensor:
