@@ -96,8 +96,8 @@ FAULTS = (
     Fault(
         "leave kept tokens undecayed",
         "nn/streams.py",
-        "past if log_decay is None else past.decay(log_decay)",
-        "past",
+        "past.key_bias if log_decay is None else past.key_bias + log_decay.unsqueeze(-1)",
+        "past.key_bias",
         LAYERS,
     ),
     Fault(

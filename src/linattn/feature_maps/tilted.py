@@ -57,7 +57,6 @@ class Oprf(ExponentialEstimator, FittedMap):
     mean_square: Tensor
     _mean_square: float | None = None
     _decomposed = ("mean_square",)
-    _log_constant: float = 0.0
 
     def __init__(
         self,
@@ -113,7 +112,7 @@ class Oprf(ExponentialEstimator, FittedMap):
 
     def _constant(self) -> float:
         """The logarithm of φ's constant factor."""
-        return self._log_constant + super()._constant()
+        return self.head_dim / 4 * math.log(1 - 4 * self.tilt) + super()._constant()
 
     def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
         """Variance over draws divided by the squared kernel; a function of `sum_square` alone."""
@@ -135,13 +134,11 @@ class Oprf(ExponentialEstimator, FittedMap):
         self._derive_from_buffers()
 
     def _derive_from_buffers(self) -> None:
-        """Derive what depends on mean_square, the constant of φ, and then the weights."""
+        """Take mean_square for the tilt, and derive the weights."""
         self._derived_from = self._versions()
         if has_number(self.mean_square):
             value = float(self.mean_square)
             self._mean_square = None if math.isnan(value) else value
-        if self._mean_square is not None:
-            self._log_constant = self.head_dim / 4 * math.log(1 - 4 * self.tilt)
         super()._derive_from_buffers()
 
 

@@ -112,10 +112,7 @@ class Attention(nn.Module, ABC):
         if self.parts is not None:
             before = self.parts.num_before(x, key_mask) if self.positions is not None else None
             return self._merged(self.parts.attend(self, self._heads(x, source, key_mask, before)), x)
-        heads = self._heads(x, source, key_mask, None)
-        # A gate is a stream's; without a state before, this is one.
-        out = self._attend(heads) if heads.gates is None else self._attend_with_state(heads, None)[0]
-        return self._merged(out, x)
+        return self._merged(self._attend(self._heads(x, source, key_mask, None)), x)
 
     def forward_with_state(
         self, x: Tensor, state: Stream | None = None, *, key_mask: Tensor | None = None
@@ -155,9 +152,9 @@ class Attention(nn.Module, ABC):
         number = number if key_mask is None else key_mask.sum(1)
         return Attended(self._merged(out, x), Stream(after, number if before is None else before + number))
 
-    @abstractmethod
     def _attend(self, heads: Heads) -> Tensor:
-        """Attention of a whole sequence: (B, H, Lq, D)."""
+        """Attention of a whole sequence, (B, H, Lq, D): that of a stream that begins, unless overridden."""
+        return self._attend_with_state(heads, None)[0]
 
     @abstractmethod
     def _attend_with_state(self, heads: Heads, past: Any) -> tuple[Tensor, State | KeptTokens]:

@@ -154,7 +154,9 @@ class LinearAttention(Attention):
         return layer.train(mha.training)
 
     def _attend(self, heads: Heads) -> Tensor:
-        """By the op."""
+        """By the op; with a gate as a stream, which alone has gates."""
+        if heads.gates is not None:
+            return super()._attend(heads)
         tokens, mask, window = heads[:3], heads.key_mask, self.window
         return linear_attention(
             *tokens, self.feature_map, key_mask=mask, is_causal=self.is_causal, enable_gqa=True, window=window

@@ -53,10 +53,6 @@ class SoftmaxAttention(Attention):
                 "that keep their width, such as Rotary"
             )
 
-    def _attend(self, heads: Heads) -> Tensor:
-        """By SDPA."""
-        return self._attend_to(heads.query, KeptTokens(heads.key, heads.value, heads.key_mask))
-
     def _attend_with_state(self, heads: Heads, past: KeptTokens | None) -> tuple[Tensor, KeptTokens]:
         """By SDPA over what was kept and the new tokens; under gates in spans, as `gated_attention_with_state`."""
         if past is not None and (past.key_bias is None) != (self.gate is None):

@@ -29,12 +29,6 @@ class KeptTokens(NamedTuple):
     key_mask: Tensor | None = None
     key_bias: Tensor | None = None
 
-    def decay(self, log_factor: Tensor) -> KeptTokens:
-        """Multiply all weights by exp(log_factor), (B, Hkv)."""
-        factor = log_factor.unsqueeze(-1)
-        bias = factor.expand(self.key.shape[:3]) if self.key_bias is None else self.key_bias + factor
-        return self._replace(key_bias=bias)
-
     def select(self, indices: Tensor) -> KeptTokens:
         """The rows `indices` of the batch, in that order."""
         return self._each(lambda x: x.index_select(0, indices))
@@ -84,17 +78,17 @@ class Stream(NamedTuple):
 
 
 def extended(past: KeptTokens | None, new: KeptTokens, log_decay: Tensor | None = None) -> KeptTokens:
-    """The tokens kept, None for none, which may fade, then the new ones."""
+    """The tokens kept, None for none, their weights times exp(log_decay), (B, Hkv), under a gate; then the new ones."""
     if past is None:
         return new
     _check_kept(past, new)
-    past = past if log_decay is None else past.decay(log_decay)
     key, value = torch.cat([past.key, new.key], 2), torch.cat([past.value, new.value], 2)
     mask = bias = None
     if past.key_mask is not None or new.key_mask is not None:
         mask = torch.cat([_mask(past), _mask(new)], -1)
     if past.key_bias is not None and new.key_bias is not None:
-        bias = torch.cat([past.key_bias, new.key_bias], -1)
+        faded = past.key_bias if log_decay is None else past.key_bias + log_decay.unsqueeze(-1)
+        bias = torch.cat([faded, new.key_bias], -1)
     return KeptTokens(key, value, mask, bias)
 
 
