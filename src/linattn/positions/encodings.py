@@ -31,6 +31,7 @@ class Position(nn.Module, ABC):
 
     head_dim: int
     encoded_dim: int
+    _settings: tuple[str, ...] = ("head_dim",)  # attributes that `repr` names
 
     def __init__(self, head_dim: int, encoded_dim: int) -> None:
         super().__init__()
@@ -77,6 +78,10 @@ class Position(nn.Module, ABC):
 
     def check_positions(self, at: Tensor) -> None:
         """Refuse positions that the encoding does not have."""
+
+    def extra_repr(self) -> str:
+        """The settings."""
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._settings)
 
 
 def token_positions(key_mask: Tensor, start: Tensor | int = 0) -> tuple[Tensor, Tensor]:
@@ -186,6 +191,8 @@ class Rotary(Position):
         15
     """
 
+    _settings = ("head_dim", "base", "require_relative")
+
     def __init__(self, head_dim: int, *, base: float = 10_000.0, require_relative: bool = True) -> None:
         super().__init__(head_dim, head_dim)
         self.base, self.require_relative = base, require_relative
@@ -210,10 +217,6 @@ class Rotary(Position):
     def encode_query(self, x: Tensor, at: Tensor) -> Tensor:
         """R_p x."""
         return _rotated(x, at, self._rates.to(x.device))
-
-    def extra_repr(self) -> str:
-        """The settings."""
-        return f"{self.head_dim}, base={self.base}, require_relative={self.require_relative}"
 
 
 def _keeps_rotations(feature_map: FeatureMap) -> bool:
@@ -291,6 +294,8 @@ class SinusoidalCodes(ConcatenatedCodes):
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.5, concatenated instead of added.
     """
 
+    _settings = ("head_dim", "code_dim", "base", "amplitude")
+
     def __init__(self, head_dim: int, code_dim: int, *, base: float = 10_000.0, amplitude: float = 1.0) -> None:
         super().__init__(head_dim, code_dim)
         if code_dim % 2:
@@ -302,10 +307,6 @@ class SinusoidalCodes(ConcatenatedCodes):
         steps = torch.arange(0, self.code_dim, 2, dtype=torch.float64, device=at.device) / self.code_dim
         angle = at.double().unsqueeze(-1) * self.base**-steps
         return self.amplitude * torch.cat((angle.cos(), angle.sin()), -1)
-
-    def extra_repr(self) -> str:
-        """The settings."""
-        return f"{self.head_dim}, {self.code_dim}, base={self.base}, amplitude={self.amplitude}"
 
 
 @final
@@ -337,6 +338,8 @@ class LearnedCodes(ConcatenatedCodes):
     Source: Gehring et al. 2017 (arXiv 1705.03122), section 3.1, concatenated instead of added.
     """
 
+    _settings = ("head_dim", "code_dim", "max_length")
+
     def __init__(
         self, head_dim: int, code_dim: int, *, max_length: int, amplitude: float = 0.02, seed: int = 0
     ) -> None:
@@ -361,7 +364,3 @@ class LearnedCodes(ConcatenatedCodes):
                 f"LearnedCodes was built for whole positions from 0 to {self.max_length - 1}, got {low:g} to "
                 f"{high:g}; build it with a larger max_length, or round the positions"
             )
-
-    def extra_repr(self) -> str:
-        """The settings."""
-        return f"{self.head_dim}, {self.code_dim}, max_length={self.max_length}"
