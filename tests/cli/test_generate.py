@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from gguf_models import MERGES, TOKENS, tiny, write_gguf
 from linattn.cli.app import app
-from linattn.cli.generation import _throughput
-from linattn.cli.keeping import divergence_in_words
+from linattn.cli.generation import _throughput, divergence_in_words
 from linattn.hf import (
     BoundedCache,
     ByteTokenizer,

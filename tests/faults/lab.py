@@ -319,7 +319,7 @@ FAULTS = (
     ),
     Fault(
         "count no merged tokens",
-        "cli/keeping.py",
+        "cli/generation.py",
         " - sum(part.bias.shape[2] for part in keys.coded)",
         "",
         "tests/cli/test_generate.py",

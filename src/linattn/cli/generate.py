@@ -105,8 +105,7 @@ def generate(
     if bits not in (None, *range(2, 9), 32):
         raise typer.BadParameter(f"--bits must be from 2 to 8, or 32, got {bits}")
     # Help is not to wait for torch.
-    from linattn.cli.generation import generation
-    from linattn.cli.keeping import Keeping
+    from linattn.cli.generation import Keeping, generation
 
     keeping = None if budget is None else Keeping(budget, bits, recall, plan, measure)
     text = prompt_file or prompt or ""
