@@ -54,17 +54,3 @@ def add_multiplied_(out: Tensor, x: Tensor, weights: Tensor) -> Tensor:
         weights = weights.expand(*x.shape[:-2], -1, -1).flatten(0, -3)
     batch.baddbmm_(x.flatten(0, -3), weights.expand(batch.shape[0], -1, -1))
     return out
-
-
-def multiplied(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
-    """x·weights, (..., L, D) and (D, R) or (H, D, R), written into `out`, rows of which may lie apart."""
-    if weights.dim() == 2 and x.is_contiguous():
-        torch.mm(x.view(-1, x.shape[-1]), weights, out=out.view(-1, out.shape[-1]))
-    elif weights.dim() == 2 and x.dim() > 2 and out.is_contiguous():
-        batch = out.flatten(0, -3)
-        torch.bmm(x.flatten(0, -3), weights.expand(batch.shape[0], -1, -1), out=batch)
-    elif out.is_contiguous():
-        torch.matmul(x, weights.expand(*x.shape[:-2], -1, -1), out=out)
-    else:
-        out.copy_(torch.matmul(x, weights))
-    return out

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from linattn.feature_maps._moments import Lengths, cosine_variance, exponential_variance, log_mean_exp
 from linattn.feature_maps.arguments import check_number
-from linattn.feature_maps.powers import Powers, add_multiplied_, multiplied
+from linattn.feature_maps.powers import Powers, add_multiplied_
 from linattn.feature_maps.random_base import Draw, RandomFeatureMap
 from linattn.softmax.precision import LOG2_E
 from linattn.softmax.tracing import outside_transforms
@@ -298,7 +298,9 @@ class RandomRelu(RandomFeatureMap):
     def write_query(self, x: Tensor, out: Tensor) -> Tensor:
         """`query` with the product written into `out`."""
         x, weights = self._operands(x)
-        return multiplied(x, weights, out).clamp_(min=0).add_(self.floor / math.sqrt(self.num_rows))
+        # W for each head: torch writes one for all into contiguous memory alone.
+        torch.matmul(x, weights.expand(*x.shape[:-2], -1, -1), out=out)
+        return out.clamp_(min=0).add_(self.floor / math.sqrt(self.num_rows))
 
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
         """E φ(q)·φ(k) over draws, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
