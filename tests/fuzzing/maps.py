@@ -15,7 +15,7 @@ from fuzzing.dice import Dice
 from fuzzing.tokens import Sizes, draw_vectors
 from fuzzing.weights import takes_from_call
 from linattn.feature_maps import FEATURE_MAPS, Balanced, Centred, FeatureMap, FittedMap, Oprf, Sderf
-from linattn.methods.map_specs import parse_map
+from linattn.methods.method import parse_map
 
 # Maps on the softmax kernel's scale whose weights sum to a positive number: those that may have a window beside them.
 POSITIVE_SOFTMAX = ("Taylor(order=2", "FavorPlus", "Hyperbolic", "Oprf", "Sderf", "LearnedExponential", "Expansion")

@@ -14,8 +14,7 @@ import linattn
 from linattn.convert import ConvertConfig
 from linattn.feature_maps import FEATURE_MAPS, Expansion, FavorPlus
 from linattn.hf import LinearLMConfig, LinearLMForCausalLM, RedrawCallback, linearize_
-from linattn.methods.map_specs import parse_map
-from linattn.methods.method import parse_method
+from linattn.methods.method import parse_map, parse_method
 from linattn.nn import LinearAttention, RedrawSchedule
 from linattn.positions import LearnedCodes
 from linattn_lab.audit.grid import AuditGrid

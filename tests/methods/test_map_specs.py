@@ -7,7 +7,7 @@ import re
 import pytest
 
 from linattn.feature_maps import FEATURE_MAPS, Balanced, Centred, Oprf
-from linattn.methods.map_specs import parse_map
+from linattn.methods.method import parse_map
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)

@@ -76,7 +76,14 @@ class Exponents(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move with the model and follow its casts, but not below float32: a rounded exponent is a factor."""
-        super()._apply(lambda tensor: _at_least_float32(tensor, fn(tensor)), recurse)
+
+        def wide(before: Tensor) -> Tensor:
+            after = fn(before)
+            if not after.is_floating_point() or torch.finfo(after.dtype).bits >= 32:
+                return after
+            return before.to(device=after.device, dtype=torch.promote_types(before.dtype, torch.float32))
+
+        super()._apply(wide, recurse)
         return self
 
 
@@ -155,13 +162,6 @@ class LearnedMap(FeatureMap):
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
         """φ(q)·φ(k) in float64, by the weights as they are: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
         return torch.matmul(features(self, q.double(), "query"), features(self, k.double(), "key").mT)
-
-
-def _at_least_float32(before: Tensor, after: Tensor) -> Tensor:
-    """A tensor after a module's cast or move, brought back to float32 where that narrowed it below."""
-    if not after.is_floating_point() or torch.finfo(after.dtype).bits >= 32:
-        return after
-    return before.to(device=after.device, dtype=torch.promote_types(before.dtype, torch.float32))
 
 
 @final

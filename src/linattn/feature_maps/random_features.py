@@ -22,17 +22,15 @@ class SoftmaxEstimator(RandomFeatureMap):
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
         """E φ(q)·φ(k) over draws, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
         if self.lengths == "fixed":
-            return self._fixed_kernel(*self._squares(q, k))
+            # exp(-(|x|² + |y|²)/2)·G(|x + y|²), |x|² + |y|² being half of both squares.
+            sums, differences = self._squares(q, k)
+            return torch.exp(log_mean_exp(sums, self.head_dim, "fixed") - (sums + differences) / 4)
         self._check_width(q, k)
         return torch.exp(self.scale * torch.matmul(q.double(), k.double().mT))
 
     def variance(self, q: Tensor, k: Tensor) -> Tensor:
         """Variance of φ(q)·φ(k) over draws, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
         return self.relative_variance(*self._squares(q, k)) * self.kernel(q, k).square()
-
-    def _fixed_kernel(self, sums: Tensor, differences: Tensor) -> Tensor:
-        """E φ(q)·φ(k) for lengths √D: exp(-(|x|² + |y|²)/2)·G(|x + y|²), |x|² + |y|² being half of both squares."""
-        return torch.exp(log_mean_exp(sums, self.head_dim, "fixed") - (sums + differences) / 4)
 
     def _squares(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """|x + y|² and |x - y|² of all pairs, in float64."""
