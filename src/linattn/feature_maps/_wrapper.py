@@ -25,7 +25,6 @@ class Wrapper(FittedMap):
     """
 
     softmax_kernel = True
-    inner: FeatureMap
 
     def __init__(self, inner: FeatureMap) -> None:
         if not isinstance(inner, FeatureMap) or not inner.softmax_kernel:

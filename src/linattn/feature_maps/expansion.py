@@ -38,9 +38,6 @@ class GroupedFeatureMap(FeatureMap):
         num_local: F.
     """
 
-    num_groups: int
-    num_local: int
-
     def __init__(self, head_dim: int, num_groups: int, num_local: int) -> None:
         super().__init__(head_dim, num_groups * num_local)
         self.num_groups, self.num_local = num_groups, num_local

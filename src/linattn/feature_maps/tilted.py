@@ -4,7 +4,7 @@ Letters as in feature_maps/__init__.py.
 """
 
 import math
-from typing import Self, TypeVar, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
@@ -16,13 +16,10 @@ from linattn.feature_maps.base import has_number, in_both_dtypes
 from linattn.feature_maps.random_base import Draw
 from linattn.feature_maps.random_features import ExponentialEstimator
 
-T = TypeVar("T", float, Tensor)
 
-
-def _best_tilt(f: T) -> T:
-    """The coefficient of w² in a direction where (x̃ + ỹ)² has the mean f ≥ 0; the variance is least with it."""
-    tilt: T = (1 - 2 * f - ((2 * f + 1) ** 2 + 8 * f) ** 0.5) / 16
-    return tilt
+def _best_tilt(f: Any) -> Any:
+    """The coefficient of w² in a direction where (x̃ + ỹ)² has the mean f ≥ 0, a number or a tensor of them."""
+    return (1 - 2 * f - ((2 * f + 1) ** 2 + 8 * f) ** 0.5) / 16
 
 
 @final
@@ -82,7 +79,7 @@ class Oprf(ExponentialEstimator, FittedMap):
                 "Oprf does not know the data's mean |x + y|²: call fit(query, key) on sample inputs, or give "
                 "mean_square to the constructor"
             )
-        return _best_tilt(self._mean_square / self.head_dim)
+        return float(_best_tilt(self._mean_square / self.head_dim))
 
     def fit(self, query: Tensor, key: Tensor) -> Self:
         """Measure mean_square: the mean of |x̃ + ỹ|² over all pairs of a query and a key of its head.

@@ -29,8 +29,6 @@ class Position(nn.Module, ABC):
         encoded_dim: the width of those it gives, which the map must have as its `head_dim`.
     """
 
-    head_dim: int
-    encoded_dim: int
     _settings: tuple[str, ...] = ("head_dim",)  # attributes that `repr` names
 
     def __init__(self, head_dim: int, encoded_dim: int) -> None:
