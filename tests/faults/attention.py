@@ -122,8 +122,8 @@ FAULTS = (
     Fault(
         "do not rescale the state when the maximum rises",
         BLOCKED + "blocks.py",
-        "decay = per_feature((self.m - c).exp_(), self.z.shape[-1]).flatten(0, 1)",
-        "decay = torch.ones_like(self.z[..., :1])",
+        "self._multiply(per_feature((self.m - c).exp_(), self.z.shape[-1]).flatten(0, 1))",
+        "pass",
         "tests/laws/test_fold.py",
     ),
     Fault(
@@ -164,10 +164,10 @@ FAULTS = (
     Fault(
         "unwind the state by subtraction",
         BLOCKED + "causal.py",
-        "        visits.append(BlockState(block, Sums(S, z, m), c, x, keys, phi_k, safe))",
-        "        after = S * (m - c).exp().unsqueeze(-1) + phi_k.mT @ v\n"
-        "        S = (after - phi_k.mT @ v) * (c - m).exp().unsqueeze(-1) if block.start else S\n"
-        "        visits.append(BlockState(block, Sums(S, z, m), c, x, keys, phi_k, safe))",
+        "        visits.append(BlockState(block, Sums(S, z, m), x, loaded, phi_k, factor))",
+        "        after = S * (m - loaded.c).exp().unsqueeze(-1) + phi_k.mT @ v\n"
+        "        S = (after - phi_k.mT @ v) * (loaded.c - m).exp().unsqueeze(-1) if block.start else S\n"
+        "        visits.append(BlockState(block, Sums(S, z, m), x, loaded, phi_k, factor))",
         "tests/laws/test_gradient.py",
     ),
     Fault(
@@ -312,7 +312,7 @@ FAULTS = (
     ),
     Fault(
         "measure a jump from 0",
-        BLOCKED + "causal.py",
+        BLOCKED + "jumps.py",
         "(c - torch.maximum(m, first))",
         "(c + torch.maximum(m, first))",
         "tests/laws/test_causality.py",

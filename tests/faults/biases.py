@@ -6,6 +6,7 @@ from faults.fault import Fault
 
 BLOCKED = "attention/backends/blocked/"
 LAWS = "tests/laws/test_bias.py"
+RISING = "tests/laws/test_rising_biases.py"
 
 FAULTS = (
     Fault(
@@ -70,5 +71,61 @@ FAULTS = (
         "with outside_autocast(key.device):",
         "if True:",
         "tests/laws/test_precision.py",
+    ),
+    Fault(
+        "let rows lose keys of weaker biases than the block's last",
+        BLOCKED + "biases.py",
+        "held = fall + rise < limit",
+        "held = torch.ones_like(rise, dtype=torch.bool)",
+        RISING,
+    ),
+    Fault(
+        "keep biases apart where keys are far from the exponent",
+        BLOCKED + "biases.py",
+        "apart = held | (",
+        "apart = torch.ones_like(held) | (",
+        RISING,
+    ),
+    Fault(
+        "measure how far sums fall from the largest key that there ever was",
+        BLOCKED + "biases.py",
+        "(c - state.m - z.log()).amax(-1)",
+        "(c - state.m).amax(-1)",
+        RISING,
+    ),
+    Fault(
+        "let all rows see the block's largest bias",
+        BLOCKED + "biases.py",
+        "coarse(wide).cummax(-1).values",
+        "coarse(wide).amax(-1, keepdim=True).expand(wide.shape)",
+        RISING,
+    ),
+    Fault(
+        "weigh keys of joint heads twice",
+        BLOCKED + "biases.py",
+        ".masked_fill_(joint.unsqueeze(-1), 0)",
+        "",
+        RISING,
+    ),
+    Fault(
+        "pass the gradient of sums on as if they had not faded",
+        BLOCKED + "causal.py",
+        "pulled.S.mul_(visit.factor.unsqueeze(-1))",
+        "pass",
+        RISING,
+    ),
+    Fault(
+        "forget that sums fade while a block is folded in",
+        BLOCKED + "causal.py",
+        "grad_S.mul_(biases.fading.unsqueeze(-1))",
+        "pass",
+        RISING,
+    ),
+    Fault(
+        "give biases beside linear features the gradient of another factor",
+        BLOCKED + "causal.py",
+        "(grad_phi_k * visit.phi_k).sum(-1)",
+        "grad_phi_k.sum(-1)",
+        RISING,
     ),
 )

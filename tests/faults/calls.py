@@ -63,7 +63,7 @@ FAULTS = (
     ),
     Fault(
         "let a block's first live key drown rows that read the state alone",
-        "attention/backends/blocked/causal.py",
+        "attention/backends/blocked/jumps.py",
         "torch.where(masked[..., :1] & (m > lowest(m.dtype)), m, first)",
         "first",
         "tests/laws/test_causality.py",

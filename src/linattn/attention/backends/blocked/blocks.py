@@ -37,24 +37,54 @@ def add_product_(S: Tensor, phi: Tensor, value: Tensor) -> None:
     S.mT.baddbmm_(value.mT, phi)
 
 
+def coarse(exponent: Tensor) -> Tensor:
+    """The next multiple of 1/64: sums of such exponents are exact."""
+    return torch.where(exponent.abs() < 2**17, exponent.mul(64).ceil_() / 64, exponent)
+
+
 class Running:
-    """The sums while a fold runs, heads flattened: S (B·H, R, Dv), z (B·H, R), m (B, H, M); those given stay."""
+    """The sums while a fold runs, heads flattened: S (B·H, R, Dv), z (B·H, R), m (B, H, M); those given stay.
+
+    Their exponent is m and a level (B, H, 1), which all features share: 0 but where biases are kept apart.
+    """
 
     def __init__(self, before: Sums) -> None:
         self._before = before
         self.S, self.z, self.m = before.S.flatten(0, 1), before.z.flatten(0, 1), before.m
-        self._owned = False
+        self._owned, self.level = False, self.m.new_zeros(*self.m.shape[:2], 1)
+        self._lowered: Tensor | None = torch.ones_like(self.level, dtype=torch.bool)  # heads without a level
+
+    def raise_level(self) -> None:
+        """Keep a level apart in all heads, beside `coarse` exponents m."""
+        if self._lowered is not None:
+            top = coarse(self.m.amax(-1, keepdim=True)).masked_fill_(~self._lowered, 0)
+            self.m, self.level, self._lowered = self.m - top, self.level + top, None
+            self.rescale(coarse(self.m))
+
+    def lower_level(self, heads: Tensor) -> None:
+        """Keep it within m in these heads (B, H)."""
+        self._lowered = heads.unsqueeze(-1)
+        self.m = self.m + self.level.masked_fill(~self._lowered, 0)
+        self.level = self.level.masked_fill(self._lowered, 0)
+
+    def fade(self, level: Tensor) -> None:
+        """Go on to a level at or above the sums' own, at which they are worth less."""
+        self._multiply(exponential_(self.level - level).flatten(0, 1))
+        self.level = level
 
     def rescale(self, c: Tensor) -> None:
-        """Make c (B, H, M) the exponent, kept as it is: S and z times exp(m - c)."""
+        """Make c (B, H, M) the exponent m, kept as it is: S and z times exp(m - c)."""
         if not self._owned:
             self.S, self.z = by_columns(self.S), self.z.clone(memory_format=torch.contiguous_format)
             self._owned = True
         if c is not self.m:
-            decay = per_feature((self.m - c).exp_(), self.z.shape[-1]).flatten(0, 1)
-            self.S.mul_(decay.unsqueeze(-1))
-            self.z.mul_(decay)
+            self._multiply(per_feature((self.m - c).exp_(), self.z.shape[-1]).flatten(0, 1))
             self.m = c
+
+    def _multiply(self, factor: Tensor) -> None:
+        """Multiply S and z by a factor (B·H, R or 1)."""
+        self.S.mul_(factor.unsqueeze(-1))
+        self.z.mul_(factor)
 
     def fold_in(self, phi_k: Tensor, value: Tensor, total: Tensor | None = None) -> None:
         """S <- S + φ(k)ᵀv and z <- z + Σ φ(k), or `total`, of a block (B, H, n, ·), relative to the exponent."""
@@ -63,12 +93,11 @@ class Running:
 
     def views(self) -> Sums:
         """The sums now, as views."""
-        return Sums(self.S.view(self._before.S.shape), self.z.view(self._before.z.shape), self.m)
+        return Sums(self.S.view(self._before.S.shape), self.z.view(self._before.z.shape), self.m + self.level)
 
     def sums(self) -> Sums:
         """The sums now, in memory of their own."""
         S, z, m = self.views()
-        m = m.clone() if m is self._before.m else m
         return Sums(S.contiguous(), z, m) if self._owned else Sums(S.clone(), z.clone(), m)
 
 

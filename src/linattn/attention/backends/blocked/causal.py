@@ -1,8 +1,8 @@
 """The causal fold: each block reads the sums before it and its own past, then is folded in.
 
 What a block of a grouped map does is of grouped.py. A plain map's rows share one reference c, the running maximum after
-the block. A much larger later key would underflow earlier rows, so heads whose maximum jumps within a block take the
-sums of jumps.py there.
+the block, beside biases apart (biases.py). A much larger later key would underflow earlier rows, so heads whose maximum
+jumps within a block take the sums of jumps.py there, their biases within their exponents.
 
 It is pulled back block by block from the last to the first, features recomputed, no state unwound: the forward pass
 keeps the sums before every segment of blocks; a segment's own sums, and its keys' features, are computed once more when
@@ -19,14 +19,29 @@ from torch import Tensor
 
 from linattn.attention.backends.backend import Rows
 from linattn.attention.backends.blocked import features, records
-from linattn.attention.backends.blocked.blocks import Running, Workspace, add_product_, blocks, by_columns, num_blocks
-from linattn.attention.backends.blocked.grouped import BlockState, GroupedGradients, GroupedRows, TokenGradients
-from linattn.attention.backends.blocked.jumps import Split, split, split_gradients, split_rows
+from linattn.attention.backends.blocked.biases import Biases, Ways, last_level, ways
+from linattn.attention.backends.blocked.blocks import (
+    Running,
+    Workspace,
+    add_product_,
+    blocks,
+    by_columns,
+    coarse,
+    exponential_,
+    num_blocks,
+)
+from linattn.attention.backends.blocked.grouped import (
+    BlockState,
+    GroupedGradients,
+    GroupedRows,
+    Loaded,
+    TokenGradients,
+)
+from linattn.attention.backends.blocked.jumps import Split, safe_heads, split, split_gradients, split_rows
 from linattn.attention.backends.blocked.records import Causal, CausalOutputs, Gradients, KeyGradients, Saved, SavedRows
-from linattn.attention.sums import Sums, lowest
+from linattn.attention.sums import Sums
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
 from linattn.feature_maps.map_gradients import MapGradients
-from linattn.softmax.precision import LOG2_E
 
 # The sums are kept every so many blocks for the backward pass, which then folds each block in once more, not twice.
 SEGMENT = 16
@@ -43,15 +58,14 @@ class JointRows:
 
     def advance(self, block: slice, state: Running) -> tuple[Tensor, Tensor, Tensor | None]:
         """Num (B·H, G·n, Dv), den (B·H, G·n, 1) and its exponent (B, H, G·n), None for 0; the block is folded in."""
-        space = self.space
-        keys, values, apart = self.keys.features(block, state.m), self.keys.values(block), None
-        x, c = features.query_rows(self.query, block, space), keys.peak(state.m)
+        space, loaded = self.space, self.load(block, state)
+        keys, c, safe, biases = loaded
+        x, values, apart = features.query_rows(self.query, block, space), self.keys.values(block), None
         if self.sees_sums_alone(block):
             rows = features.read_queries(self.map, x, self.keys.base(state.m), space, partial(self._sums, state))
             state.rescale(c)
-            state.fold_in(keys.turned_relative_to(c), values, keys.total)
-            return rows
-        safe = self.safe_heads(keys, block, state.m, c)
+            self.fold_in(state, loaded, keys.turned_relative_to(c), values)
+            return rows if biases is None else biases.beside(*rows)
         # First, since rescaling and the features write over the sums, queries and keys that the split rows need.
         if safe is not None:
             cut = self.cut(safe, x, keys, values, state.m)
@@ -59,11 +73,13 @@ class JointRows:
         state.rescale(c)
         phi_k = keys.turned_relative_to(c)
         if safe is not None and apart is not None and not bool(safe.any()):
-            state.fold_in(phi_k, values, keys.total)
+            self.fold_in(state, loaded, phi_k, values)
             return apart[0].squeeze(0), apart[1].squeeze(0), apart[2].view(*safe.shape, -1)
-        sums = partial(self._sums, state, past=(phi_k.flatten(0, 1), values.flatten(0, 1)))
+        sums = partial(self._sums, state, past=(phi_k.flatten(0, 1), values.flatten(0, 1)), biases=biases)
         num, den, reference = features.read_queries(self.map, x, self.keys.base(c), space, sums)
-        state.fold_in(phi_k, values, keys.total)
+        self.fold_in(state, loaded, phi_k, values)
+        if biases is not None:
+            num, den, reference = biases.beside(num, den, reference)
         if safe is None or apart is None:
             return num, den, reference
         reference = den.new_zeros(*safe.shape, den.shape[1]) if reference is None else reference.clone()
@@ -71,14 +87,71 @@ class JointRows:
             x[cut.heads] = part.squeeze(0)
         return num, den, reference
 
-    def _sums(self, state: Running, phi_q: Tensor, past: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    def load(self, block: slice, state: Running, x: Tensor | None = None, slot: str = "") -> Loaded:
+        """A block's keys, with biases apart in all heads that allow it; the sums are made ready for them."""
+        if not self.map.exponential:
+            keys, bias = self.keys.linear_features(block, x, slot)
+            if bias is None:
+                return Loaded(keys, keys.peak(state.m))
+            state.raise_level()
+            how = ways(bias, state, state.m, self.span, None, _MAX_JUMP)
+            return self._apart(Loaded(keys, state.m), bias, state, how)
+        if (bias := self.keys.bias(block)) is None or not self.keys.has_biases:
+            keys = self.keys.features(block, state.m, x, slot)
+            c = keys.peak(state.m)
+            return Loaded(keys, c, safe_heads(keys, self.keys.masked(block), self.span, state.m, c, _MAX_JUMP))
+        state.raise_level()
+        keys = self.keys.features(block, state.m, x, slot, bias.new_zeros((), dtype=torch.bool))
+        peak = keys.peak(state.m)
+        c = peak if peak is state.m else coarse(peak)
+        how = ways(bias, state, c, self.span, partial(keys.least, c), _MAX_JUMP)
+        if bool(how.apart.all()):
+            return self._apart(Loaded(keys, c), bias, state, how)
+        within = ~how.apart
+        state.lower_level(within)
+        keys = self.keys.features(block, state.m, x, slot, within)
+        peak = keys.peak(state.m)
+        c = torch.where(within.unsqueeze(-1), peak, coarse(peak))
+        safe = safe_heads(keys, self.keys.masked(block), self.span, state.m, c, _MAX_JUMP)
+        loaded = Loaded(keys, c, safe if safe is None else safe | how.apart)
+        return self._apart(loaded, bias.masked_fill(within.unsqueeze(-1), 0), state, how)
+
+    def _apart(self, loaded: Loaded, bias: Tensor, state: Running, how: Ways) -> Loaded:
+        """Keys beside these biases; in joint heads the sums go to the block's last level first."""
+        if bool(how.joint.any()):
+            state.fade(torch.where(how.joint.unsqueeze(-1), last_level(bias, state.level), state.level))
+        return loaded._replace(biases=Biases.of(bias, state.level, self.span, how.joint))
+
+    def fold_in(self, state: Running, loaded: Loaded, phi_k: Tensor, values: Tensor) -> None:
+        """Fold a block in."""
+        if loaded.biases is None:
+            state.fold_in(phi_k, values, loaded.keys.total)
+            return
+        after = loaded.biases.after
+        if loaded.biases.fading is not None:
+            state.fade(loaded.biases.level)
+        values = torch.mul(values, after.unsqueeze(-1), out=self.space.buffer("after", *values.shape))
+        state.fold_in(phi_k, values, (after.unsqueeze(-2) @ phi_k).squeeze(-2))
+
+    def _sums(
+        self,
+        state: Running,
+        phi_q: Tensor,
+        past: tuple[Tensor, Tensor] | None = None,
+        biases: Biases | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Num and den of features over the sums, and over a block's own past of features and values."""
         if past is None:
             return self.space.product("num", phi_q, state.S), records.times_z(phi_q, state.z)
         # (φ(q)φ(k)ᵀ)v + φ(q)S: the block's own past first, n × n weights; then what came before it.
-        weights = self.hide_later_(self.space.product("weights", phi_q, past[0].mT))
-        num = self.space.product("num", weights, past[1]).baddbmm_(phi_q, state.S)
-        return num, torch.baddbmm(weights.sum(-1, keepdim=True).mT, state.z.unsqueeze(-2), phi_q.mT).mT
+        weights, value = self.hide_later_(self.space.product("weights", phi_q, past[0].mT)), past[1]
+        if biases is None:
+            num, den = self.space.product("num", weights, value), weights.sum(-1, keepdim=True)
+            return num.baddbmm_(phi_q, state.S), torch.baddbmm(den.mT, state.z.unsqueeze(-2), phi_q.mT).mT
+        weights, of_past = biases.fade_(weights), self.space.product("past", phi_q, state.S)
+        num = self.space.product("num", weights, biases.weigh(value)).add_(biases.of_past(of_past))
+        den = records.times_z(weights, biases.keys.flatten(0, 1))
+        return num, den + biases.of_past(records.times_z(phi_q, state.z))
 
     def cut(self, safe: Tensor, x: Tensor, keys: features.Keys, values: Tensor, m: Tensor) -> Split:
         """Other heads, ready for rows each on a scale of its own; the queries' buffer is written over."""
@@ -88,27 +161,6 @@ class JointRows:
     def sees_sums_alone(self, block: slice) -> bool:
         """Whether a block lies in one span, so that its rows see none of its own keys."""
         return bool(block.stop - block.start <= self.span)
-
-    def safe_heads(self, keys: features.Keys, block: slice, m: Tensor, c: Tensor) -> Tensor | None:
-        """(B, H): where c exceeds in no feature, by the allowed jump, what the first row with a key sees; None: all.
-
-        Each head decides for itself, so that its rounding does not depend on its neighbours.
-        """
-        if keys.log is None or c is m or self.sees_sums_alone(block):
-            return None
-        limit = _MAX_JUMP
-        if keys.base is not None:
-            c, m, limit = keys.base.units(c), keys.base.units(m), _MAX_JUMP * LOG2_E
-        first, masked = keys.log[..., 0, :], self.keys.masked(block)
-        if self.span:
-            first = m  # the first span sees no key of its own block
-        elif masked is not None:
-            index = (~masked).to(torch.uint8).argmax(-1)[..., None, None]
-            first = torch.take_along_dim(keys.log, index, dim=-2).squeeze(-2)
-            # Rows before it see the state alone, where that holds any key.
-            first = torch.where(masked[..., :1] & (m > lowest(m.dtype)), m, first)
-        safe = (c - torch.maximum(m, first)).amax(-1) < limit
-        return None if bool(safe.all()) else safe
 
     def hide_later_(self, scores: Tensor) -> Tensor:
         """Scores (B·H, G·n, n) with those of unseen keys set to 0, in place."""
@@ -136,7 +188,7 @@ class Pulled(NamedTuple):
         def choose(x: Tensor, y: Tensor) -> Tensor:
             return torch.where(safe[..., None, None] if x.ndim == 4 else safe[..., None], x, y)
 
-        keys = self.keys.join(apart.keys, choose)
+        keys = KeyGradients(choose(self.keys.features, apart.keys.features))
         value, S, z = choose(self.value, apart.value), choose(self.S, apart.S), choose(self.z, apart.z)
         return Pulled(choose(self.t, apart.t), keys, value, S, z)
 
@@ -154,29 +206,34 @@ class JointGradients(JointRows):
     def pull(self, visit: BlockState, grad_S: Tensor, grad_z: Tensor, tokens: TokenGradients) -> tuple[Tensor, Tensor]:
         """Gradients of S and z before a block, from those after, which may be written over; its tokens' are stored."""
         x_q, value = features.query_rows(self.query, visit.block, self.space), self.keys.values(visit.block)
-        rows = records.saved_rows(self._saved, visit.block, x_q, self.space)
+        rows, safe = records.saved_rows(self._saved, visit.block, x_q, self.space), visit.loaded.safe
+        if visit.loaded.biases is not None:
+            rows = rows._replace(reference=visit.loaded.biases.references(rows.reference, -1))
         if self.sees_sums_alone(visit.block):
             pulled = self._pull_apart(visit, rows, value, grad_S, grad_z, None)
-        elif visit.safe is None:
+        elif safe is None:
             pulled = self._pull_joint(visit, rows, value, grad_S, grad_z)
         else:
             # The segment's pass wrote the features over the exponents, which are wanted here.
             m = visit.before.m
-            cut = self.cut(visit.safe, x_q, self.keys.features(visit.block, m, visit.x, "split "), value, m)
+            cut = self.cut(safe, x_q, self.keys.features(visit.block, m, visit.x, "split "), value, m)
             # Each part writes over grad S and grad z.
             apart = self._pull_apart(visit, rows, value, grad_S.clone(), grad_z.clone(), cut)
-            joint = self._pull_joint(visit, rows, value, grad_S, grad_z) if bool(visit.safe.any()) else apart
-            pulled = joint.where(visit.safe, apart)
+            joint = self._pull_joint(visit, rows, value, grad_S, grad_z) if bool(safe.any()) else apart
+            pulled = joint.where(safe, apart)
         block, masked = visit.block, self.keys.masked(visit.block)
         self.of_bias.store(block, masked, pulled.keys.log)
         self.back.query(x_q, pulled.t, partial(features.store, tokens.query[..., block, :], None))
         self.back.key(visit.x, pulled.keys, partial(features.store, tokens.key[:, :, block], masked))
         features.store(tokens.value[:, :, block], masked, pulled.value)
+        if visit.factor is not None:
+            pulled.S.mul_(visit.factor.unsqueeze(-1))
+            pulled.z.mul_(visit.factor)
         return pulled.S, pulled.z
 
     def _pull_joint(self, visit: BlockState, rows: SavedRows, value: Tensor, grad_S: Tensor, grad_z: Tensor) -> Pulled:
         """A safe block reads the sums and its own keys relative to the same exponent."""
-        c, space, exponential = visit.c, self.space, self.map.exponential
+        (_, c, _, biases), space, exponential = visit.loaded, self.space, self.map.exponential
         before, decay = visit.before, None if c is visit.before.m else (visit.before.m - c).exp_()
         if decay is not None:
             S = torch.mul(before.S, decay.unsqueeze(-1), out=space.buffer("S", *before.S.shape))
@@ -185,38 +242,71 @@ class JointGradients(JointRows):
         shaped_q = features.repeated_query_features(self.map, rows.x, self.keys.base(c), rows.reference, space)
         phi_q, phi_k, v = shaped_q.flatten(0, 1), visit.phi_k.flatten(0, 1), value.flatten(0, 1)
         weights = self.hide_later_(space.product("weights", phi_q, phi_k.mT))
-        grad_num, grad_den = rows.gradients(
-            lambda: (weights @ v + phi_q @ S, weights.sum(-1, keepdim=True) + records.times_z(phi_q, z)), space
-        )
+        w, weight = v, v.new_ones(()).expand(*v.shape[:2], 1)
+        if biases is not None:
+            weights, w, weight = biases.fade_(weights), biases.weigh(v), biases.keys.flatten(0, 1).unsqueeze(-1)
+
+        def sums() -> tuple[Tensor, Tensor]:
+            parts = phi_q @ S, records.times_z(phi_q, z)
+            num, den = parts if biases is None else [biases.of_past(x) for x in parts]
+            return weights @ w + num, weights @ weight + den
+
+        grad_num, grad_den = rows.gradients(sums, space)
         # Of scores φ(q)φ(k)ᵀ: [grad num, grad den] [v, 1]ᵀ where a row sees the key, (B·H, G·n, n).
-        grad_scores = self.hide_later_(space.product("grad_scores", grad_num, v.mT).add_(grad_den))
+        grad_scores = space.product("grad_scores", grad_num, w.mT)
+        grad_scores = grad_scores.add_(grad_den) if biases is None else grad_scores.addcmul_(grad_den, weight.mT)
+        grad_scores = self.hide_later_(grad_scores)
+        grad_scores = grad_scores if biases is None else biases.fade_(grad_scores)
+        # Keys are read by the sums after the block, whose gradient is given, and by its own rows.
+        grad_phi_k, grad_v = self._pull_fold(visit, v, grad_S, grad_z)
+        grad_phi_k.baddbmm_(grad_scores.mT, phi_q)
+        if biases is None:
+            grad_v.baddbmm_(weights.mT, grad_num)
+        else:
+            grad_v.addcmul_(weights.mT @ grad_num, weight)
+            grad_num, grad_den = biases.of_past(grad_num), biases.of_past(grad_den)
         # Rows read [S, z] and the block's own keys.
         grad_phi_q = space.product("grad_q", grad_num, S.mT).addcmul_(grad_den, z.unsqueeze(-2))
         grad_phi_q.baddbmm_(grad_scores, phi_k)
-        # Keys are read by the sums after the block, whose gradient is given, and by its own rows.
-        flat_grad_S = grad_S.flatten(0, 1)
-        grad_phi_k = space.product("grad_k", v, flat_grad_S.mT).add_(grad_z.flatten(0, 1).unsqueeze(-2))
-        grad_phi_k.baddbmm_(grad_scores.mT, phi_q)
-        grad_v = space.product("grad_v", phi_k, flat_grad_S).baddbmm_(weights.mT, grad_num)
         # Last, since the products above need the gradient of the sums after the block.
-        add_product_(flat_grad_S, phi_q, grad_num)
+        add_product_(grad_S.flatten(0, 1), phi_q, grad_num)
         grad_z.add_(torch.bmm(grad_den.mT, phi_q).view(grad_z.shape))
         return Pulled(
             features.query_gradient(grad_phi_q.view(shaped_q.shape), shaped_q, c, rows.reference, exponential),
-            visit.keys.gradients(c, visit.phi_k, grad_phi_k.view(visit.phi_k.shape)),
+            self._of_keys(visit, grad_phi_k),
             grad_v.view(value.shape),
             grad_S if decay is None else grad_S.mul_(decay.unsqueeze(-1)),
             grad_z if decay is None else grad_z.mul_(decay),
         )
 
+    def _pull_fold(self, visit: BlockState, v: Tensor, grad_S: Tensor, grad_z: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients (B·H, n, R) and (B·H, n, Dv) of what was folded in; those of the sums fade as these did."""
+        flat_S, flat_z, biases = grad_S.flatten(0, 1), grad_z.flatten(0, 1).unsqueeze(-2), visit.loaded.biases
+        of_v = self.space.product("grad_v", visit.phi_k.flatten(0, 1), flat_S)
+        if biases is None:
+            return self.space.product("grad_k", v, flat_S.mT).add_(flat_z), of_v
+        after = biases.after.flatten(0, 1).unsqueeze(-1)
+        of_phi = self.space.product("grad_k", v * after, flat_S.mT).addcmul_(after, flat_z)
+        if biases.fading is not None:
+            grad_S.mul_(biases.fading.unsqueeze(-1))
+            grad_z.mul_(biases.fading)
+        return of_phi, of_v.mul_(after)
+
+    def _of_keys(self, visit: BlockState, grad_phi_k: Tensor) -> KeyGradients:
+        """The gradients of what the map returned for keys, and of biases apart from features."""
+        grad_phi_k, (keys, c, _, biases) = grad_phi_k.view(visit.phi_k.shape), visit.loaded
+        if biases is None or self.map.exponential:
+            return keys.gradients(c, visit.phi_k, grad_phi_k)
+        return KeyGradients(grad_phi_k, (grad_phi_k * visit.phi_k).sum(-1))
+
     def _pull_apart(
         self, visit: BlockState, rows: SavedRows, value: Tensor, grad_S: Tensor, grad_z: Tensor, cut: Split | None
     ) -> Pulled:
         """Rows that read the sums at their own exponent, and where it jumps their block's own past, in rectangles."""
-        (S, z, m), c, space, exponential = visit.before, visit.c, self.space, self.map.exponential
+        (S, z, m), c, space, exponential = visit.before, visit.loaded.c, self.space, self.map.exponential
         flat_S, flat_z, length = S.flatten(0, 1), z.flatten(0, 1), value.shape[2]
         shaped_q = features.repeated_query_features(self.map, rows.x, self.keys.base(m), rows.reference, space)
-        phi_q, phi_k, v = shaped_q.flatten(0, 1), visit.phi_k.flatten(0, 1), value.flatten(0, 1)
+        phi_q, v = shaped_q.flatten(0, 1), value.flatten(0, 1)
 
         def sums() -> tuple[Tensor, Tensor]:
             num, den = phi_q @ flat_S, records.times_z(phi_q, flat_z).contiguous()
@@ -226,20 +316,18 @@ class JointGradients(JointRows):
 
         grad_num, grad_den = rows.gradients(sums, space)
         grad_phi_q = space.product("grad_q", grad_num, flat_S.mT).addcmul_(grad_den, flat_z.unsqueeze(-2))
-        flat_grad_S = grad_S.flatten(0, 1)
-        grad_phi_k = space.product("grad_k", v, flat_grad_S.mT).add_(grad_z.flatten(0, 1).unsqueeze(-2))
-        grad_v, decay = space.product("grad_v", phi_k, flat_grad_S).view(value.shape), (m - c).exp_()
+        grad_phi_k, grad_v = self._pull_fold(visit, v, grad_S, grad_z)
+        grad_v, decay = grad_v.view(value.shape), (m - c).exp_()
         grad_S.mul_(decay.unsqueeze(-1))
-        add_product_(flat_grad_S, phi_q, grad_num)
+        add_product_(grad_S.flatten(0, 1), phi_q, grad_num)
         grad_z.mul_(decay).add_(torch.bmm(grad_den.mT, phi_q).view(grad_z.shape))
         grad_t = features.query_gradient(grad_phi_q.view(shaped_q.shape), shaped_q, m, rows.reference, exponential)
-        of_keys = visit.keys.gradients(c, visit.phi_k, grad_phi_k.view(visit.phi_k.shape))
+        of_keys = self._of_keys(visit, grad_phi_k)
         if cut is None:
             return Pulled(grad_t, of_keys, grad_v, grad_S, grad_z)
         inner_t, inner_keys, inner_v = split_gradients(cut, length, grad_num, grad_den, rows.reference)
-        return Pulled(
-            cut.add(grad_t, inner_t), of_keys.join(inner_keys, cut.add), cut.add(grad_v, inner_v), grad_S, grad_z
-        )
+        of_keys = KeyGradients(cut.add(of_keys.features, inner_keys))
+        return Pulled(cut.add(grad_t, inner_t), of_keys, cut.add(grad_v, inner_v), grad_S, grad_z)
 
 
 def forward(feature_map: FeatureMap, inputs: Causal, span: int = 0) -> CausalOutputs:
@@ -284,16 +372,15 @@ def _segment_states(fold: JointGradients | GroupedGradients, segment: list[slice
     """The blocks of a segment, each with the sums before it."""
     visits, state = [], Running(before)
     for slot, block in enumerate(segment):
-        m = state.m
-        S, z = (fold.space.buffer(f"{slot} {i}", *x.shape).copy_(x) for i, x in enumerate(state.views()[:2]))
-        x, v = fold.keys.tokens(block, f"{slot} "), fold.keys.values(block)
-        keys = fold.keys.features(block, m, x, f"{slot} " if fold.keeps_features else "")
-        c = keys.peak(m)
-        safe, phi_k = fold.safe_heads(keys, block, m, c), keys.turned_relative_to(c)
-        visits.append(BlockState(block, Sums(S, z, m), c, x, keys, phi_k, safe))
+        x, v, m, level = fold.keys.tokens(block, f"{slot} "), fold.keys.values(block), state.m, state.level
+        loaded = fold.load(block, state, x, f"{slot} " if fold.keeps_features else "")
+        S, z = (fold.space.buffer(f"{slot} {i}", *y.shape).copy_(y) for i, y in enumerate(state.views()[:2]))
+        factor = None if loaded.biases is None else exponential_(m - state.m + (level - state.level))
+        m, phi_k = state.m, loaded.keys.turned_relative_to(loaded.c)
+        visits.append(BlockState(block, Sums(S, z, m), x, loaded, phi_k, factor))
         if slot + 1 < len(segment):
-            state.rescale(c)
-            state.fold_in(phi_k, v, keys.total)
+            state.rescale(loaded.c)
+            fold.fold_in(state, loaded, phi_k, v)
     return visits
 
 

@@ -39,6 +39,14 @@ class Keys(NamedTuple):
         peak = self.log.amax(-2)
         return torch.maximum(m, peak) if self.base is None else self.base.moved(peak, self.exceeds)
 
+    def least(self, c: Tensor) -> Tensor:
+        """How far below c (B, H, R) the smallest of an exponential map's exponents is, in each head (B, H)."""
+        if self.phi is not None:
+            return self.phi.amin((-2, -1)).log()
+        assert self.log is not None
+        assert self.base is not None
+        return (self.log.amin(-2) - self.base.units(c)).amin(-1) * (1 / LOG2_E)
+
     def own_peak(self) -> Tensor:
         """Maximum of these keys alone (…, M), finite even where all are masked."""
         assert self.log is not None
@@ -117,6 +125,8 @@ class KeyBlocks:
         masked = None if inputs.bias is None else inputs.bias == -torch.inf
         # Looked for once: biases that mask nothing, as a gate's, cost no pass over keys and values.
         self._masked = masked if masked is not None and bool(masked.any()) else None
+        # Whether there are any but those.
+        self.has_biases = masked is not None and bool((~masked & (inputs.bias != 0)).any())
         self._base: Base | None = None
 
     def bias(self, block: slice) -> Tensor | None:
@@ -141,9 +151,16 @@ class KeyBlocks:
         """(B, H, n, Dv)."""
         return self._space.rows("v", self._inputs.value[:, :, block], self.masked(block))
 
-    def features(self, block: slice, m: Tensor, x: Tensor | None = None, slot: str = "") -> Keys:
-        """Their features times exp(bias), beside sums of exponents m; x are the keys, where they are loaded."""
+    def features(
+        self, block: slice, m: Tensor, x: Tensor | None = None, slot: str = "", within: Tensor | None = None
+    ) -> Keys:
+        """Their features times exp(bias), beside sums of exponents m; x are the keys, where they are loaded.
+
+        Biases may be `within` features of some heads only, (B, H) bool, of exponential maps.
+        """
         x, bias = self.tokens(block) if x is None else x, self.bias(block)
+        if within is not None and bias is not None:
+            bias = torch.where(within[..., None], bias, 0)
         out = self._space.buffer(f"{slot}keys", *x.shape[:-1], self._map.num_features)
         rise = None if bias is None else bias.unsqueeze(-1)
         if isinstance(self._map, GroupedFeatureMap):
@@ -164,6 +181,17 @@ class KeyBlocks:
             return Keys(rise, features)
         log = weight.unsqueeze(-1).to(m.dtype)
         return Keys(log if rise is None else log + rise, features)
+
+    def linear_features(self, block: slice, x: Tensor | None = None, slot: str = "") -> tuple[Keys, Tensor | None]:
+        """Of a map that is not exponential: its features, and beside them weights and biases (B, H or 1, n)."""
+        x, bias = self.tokens(block) if x is None else x, self.bias(block)
+        if self._masked is None and not self.has_biases:
+            bias = None
+        out = self._space.buffer(f"{slot}keys", *x.shape[:-1], self._map.num_features)
+        features, weight = self._map.write_key(x, out), self._map.key_log_weight(x)
+        if weight is None:
+            return Keys(None, features), bias
+        return Keys(None, features), weight.to(x.dtype) if bias is None else weight + bias
 
 
 def query_rows(query: Tensor, block: slice, space: Workspace) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from linattn.attention.backends.backend import Rows
 from linattn.attention.backends.blocked import features
+from linattn.attention.backends.blocked.biases import Biases
 from linattn.attention.backends.blocked.blocks import Running, Workspace
 from linattn.attention.backends.blocked.records import Causal, Gradients, Read, Saved, sums_of
 from linattn.attention.sums import Sums, lowest, per_feature
@@ -169,16 +170,24 @@ class TileGradients(TileReader):
         return Gradients((self._query[:-1].view(query.shape), grad_S.view(S.shape), grad_z.view(z.shape)), None, totals)
 
 
+class Loaded(NamedTuple):
+    """A block's keys as the fold takes them in."""
+
+    keys: features.Keys
+    c: Tensor  # the exponent after it, (B, H, M)
+    safe: Tensor | None = None  # (B, H) bool: heads whose rows share c; None for all
+    biases: Biases | None = None  # those that are not within features
+
+
 class BlockState(NamedTuple):
     """A block as the recomputation of its segment left it."""
 
     block: slice
-    before: Sums
-    c: Tensor  # the exponent after it, (B, H, M)
+    before: Sums  # their exponents without levels
     x: Tensor  # its keys (B, H, n, D)
-    keys: features.Keys  # an exponential map's are turned relative to c
+    loaded: Loaded  # an exponential map's keys are turned relative to c
     phi_k: Tensor  # (B, H, n, R), relative to c
-    safe: Tensor | None  # (B, H) bool: heads whose rows share c; None for all
+    factor: Tensor | None  # (B, H, M), which the sums before were multiplied by for these keys; None for 1
 
 
 class TokenGradients(NamedTuple):
@@ -209,10 +218,19 @@ class GroupedRows:
         """Num (B, H, G·n, Dv), den and its exponent (B, H, G·n); the block is folded in."""
         tokens = self.tokens(block)
         block_rows = rows(self.map, tokens, self.span, state.views())
-        keys = self.keys.features(block, state.m, tokens.key)
-        state.rescale(keys.peak(state.m))
-        state.fold_in(keys.relative_to(state.m), tokens.value)
+        loaded = self.load(block, state, tokens.key)
+        state.rescale(loaded.c)
+        state.fold_in(loaded.keys.relative_to(loaded.c), tokens.value)
         return block_rows
+
+    def load(self, block: slice, state: Running, x: Tensor, slot: str = "") -> Loaded:
+        """A block's keys."""
+        keys = self.keys.features(block, state.m, x, slot)
+        return Loaded(keys, keys.peak(state.m))
+
+    def fold_in(self, state: Running, loaded: Loaded, phi_k: Tensor, values: Tensor) -> None:
+        """Fold a block in."""
+        state.fold_in(phi_k, values)
 
     def tokens(self, block: slice) -> Block:
         """Load a block."""
@@ -229,9 +247,6 @@ class GroupedGradients(GroupedRows):
         super().__init__(feature_map, saved.inputs, span)
         self.back, self._grads = MapGradients(feature_map, saved.tensors), saved.grads
         self.of_bias = features.BiasGradient(saved.inputs.bias, saved.inputs.key.shape[1], wanted=saved.bias_grad)
-
-    def safe_heads(self, *_: object) -> None:
-        """Everywhere: no rows share an exponent."""
 
     def pull(self, visit: BlockState, grad_S: Tensor, grad_z: Tensor, tokens: TokenGradients) -> tuple[Tensor, Tensor]:
         """Gradients of S and z before a block, from those after it; its tokens' are stored."""

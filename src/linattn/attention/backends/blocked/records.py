@@ -94,13 +94,6 @@ class KeyGradients(NamedTuple):
         """Gradient of the keys' exponents, which biases are added to."""
         return self.features if self.weight is None else self.weight
 
-    def join(self, other: KeyGradients, rule: Callable[[Tensor, Tensor], Tensor]) -> KeyGradients:
-        """Both by a rule, tensor by tensor."""
-        features = rule(self.features, other.features)
-        if self.weight is None or other.weight is None:
-            return KeyGradients(features)
-        return KeyGradients(features, rule(self.weight, other.weight))
-
 
 class Gradients(NamedTuple):
     """Output of a backward pass."""

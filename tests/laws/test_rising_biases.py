@@ -1,0 +1,91 @@
+"""Biases that rise along a text without end, as gates make them: kept apart from features, however strong they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import linattn
+from linattn.attention.backends.blocked import blocks
+from linattn.feature_maps import EluPlusOne, Exponential, FavorPlus, FeatureMap, LearnedExponential, Relu
+
+LENGTH, WIDTH = 300, 8
+MAPS = (
+    FavorPlus(WIDTH, 16),
+    LearnedExponential(WIDTH, 16).requires_grad_(False),
+    Exponential(WIDTH),
+    EluPlusOne(WIDTH),
+    Relu(WIDTH, floor=0.0),
+)
+# Exponents of up to 2^7 are rounded to 2^-17, and gradients are differences of a few such terms.
+ERROR = 2.0**-14
+
+
+def biases(kind: str) -> Tensor:
+    """(1, H, L) of four heads."""
+    place, draws = torch.arange(float(LENGTH)), torch.rand(1, 4, LENGTH, generator=torch.Generator().manual_seed(1))
+    slopes = torch.tensor([0.02, 3.0, 0.3, 0.001]).view(1, 4, 1)
+    kinds = {
+        "weak": 0.05 * draws.cumsum(-1),
+        "strong": 8 * draws.cumsum(-1),
+        "every strength": slopes * place,
+        "falling": -slopes * place,
+        "wild": 80 * draws,
+        "masked": (slopes * place).masked_fill((place < 5) | (place % 7 == 3) | (place > 250), -torch.inf),
+    }
+    return kinds[kind]
+
+
+def tokens(size: float) -> list[Tensor]:
+    """Queries, keys and values."""
+    generator = torch.Generator().manual_seed(2)
+    query, key, value = (torch.randn(1, 4, LENGTH, WIDTH, generator=generator) for _ in range(3))
+    return [size * query, size * key, value]
+
+
+def followed(inputs: list[Tensor], feature_map: FeatureMap, backend: str, pieces: tuple[int, ...]) -> list[Tensor]:
+    """The causal output, piece by piece with a state, and the gradients of queries, keys, values and biases."""
+    dtype = torch.float64 if backend == "reference" else torch.float32
+    leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
+    outs, state = [], None
+    for parts in zip(*(x.split(pieces, 2) for x in leaves), strict=True):
+        out, state = linattn.linear_attention_with_state(
+            *parts[:3], feature_map, state, key_bias=parts[3], backend=backend
+        )
+        outs.append(out)
+    whole = torch.cat(outs, 2)
+    (whole * torch.linspace(-1, 1, WIDTH, dtype=dtype)).sum().backward()
+    return [whole.detach(), *(x.grad for x in leaves)]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Each by its own norm."""
+    for x, y in zip(found, expected, strict=True):
+        assert (x - y).norm() <= ERROR * y.norm()
+
+
+@pytest.mark.parametrize("pieces", [(LENGTH,), (140, 160)], ids=str)
+@pytest.mark.parametrize("size", [1.0, 4.0])
+@pytest.mark.parametrize("kind", ["weak", "strong", "every strength", "falling", "wild", "masked"])
+@pytest.mark.parametrize("feature_map", MAPS, ids=lambda x: type(x).__name__)
+def test_as_exact_as_in_float64(feature_map: FeatureMap, kind: str, size: float, pieces: tuple[int, ...]) -> None:
+    inputs = [*tokens(size), biases(kind)]
+    found, expected = (followed(inputs, feature_map, backend, pieces) for backend in ("blocked", "reference"))
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("place", [3, 64, 100])
+@pytest.mark.parametrize("feature_map", [x for x in MAPS if x.exponential], ids=lambda x: type(x).__name__)
+def test_keys_are_read_once_larger_ones_have_faded(
+    feature_map: FeatureMap, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Features e^70 and more times larger were before them, and fade in one block of tokens, or in several."""
+    monkeypatch.setattr(blocks, "_CPU_BLOCK", 1)
+    query, key, value = tokens(1.0)
+    key[:, :, place:] -= 10
+    bias = torch.arange(float(LENGTH)).expand(1, 4, -1) * torch.tensor([0.05, 0.4, 1.0, 4.0]).view(1, 4, 1)
+    inputs = [query, key, value, bias]
+    found, expected = (followed(inputs, feature_map, backend, (LENGTH,)) for backend in ("blocked", "reference"))
+    assert_close(found, expected)
+    assert_close([x[:, :, 200:] for x in found], [x[:, :, 200:] for x in expected])
