@@ -108,7 +108,7 @@ class Tier(NamedTuple):
         exact = self.held.frames.inside(tokens)
         more, followed = self._rounded(exact, self.held.frames, size)
         held = self.held.then(more)
-        fits = self._fits(exact, held, min(_FEWEST, size.number))
+        fits = self._fits(exact, held, 1 if held.bias.shape[2] >= size.number else _FEWEST)
         if self.followed or followed:
             followed = self._numbers().then(followed or more.decoded(in_compiled_code=self.in_compiled_code))
         if not has_values(fits) or not bool(fits.all()):
