@@ -81,6 +81,13 @@ FAULTS = (
         THREADS,
     ),
     Fault(
+        "ask transformers for a size of layers that differ in it",
+        "hf/_cache_layers.py",
+        "vars(text)[name] if name in vars(text) else getattr(text, name, None)",
+        "getattr(text, name, None)",
+        "tests/hf/test_probed_models.py",
+    ),
+    Fault(
         "record the whole of a long call",
         "hf/_cache_layers.py",
         "(first := count - max(window, _RECORDED)) > 0:",

@@ -7,6 +7,7 @@ from faults.fault import Fault
 WINDOWS = "tests/hf/test_sliding_windows.py"
 PROBING = "tests/hf/test_probing.py"
 WRAPPED = "tests/hf/test_wrapped_models.py"
+PROBE, PROBED = "hf/_probing.py", "tests/hf/test_probed_models.py"
 TEXT = "tests/hf/test_text_streaming.py"
 CAPS = "tests/hf/test_soft_caps.py"
 FOREIGN, REFUSED_CACHES = "tests/hf/test_foreign_configurations.py", "tests/hf/test_cache_refusals.py"
@@ -28,6 +29,20 @@ FAULTS = (
         "**self.scoring,",
         "scale=self.scoring['scale'],",
         CAPS,
+    ),
+    Fault(
+        "take a model that reads tensors of masks alone",
+        PROBE,
+        'raise ValueError("its output is another one")',
+        "pass",
+        PROBED,
+    ),
+    Fault(
+        "let two passes draw other numbers",
+        PROBE,
+        "with torch.random.fork_rng(",
+        "with ExitStack() if True else torch.random.fork_rng(",
+        PROBED,
     ),
     Fault("give caps to any layer", "hf/_probing.py", "if CAPS not in takes and", "if False and", CAPS),
     Fault("give caps to any map", "hf/linearization.py", "sinks if merged is None else [CAPS]", "[*sinks, CAPS]", CAPS),

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
     BertLMHeadModel,
+    DeepseekV4Config,
+    DeepseekV4ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
     MllamaConfig,
     MllamaForConditionalGeneration,
+    ViTMAEConfig,
+    ViTMAEModel,
 )
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from architecture_uses import CLOSE, GREEDY, METHOD, SMALL, difference, run
+from architecture_uses import CLOSE, GREEDY, MERGED, METHOD, SMALL, difference, run
 from architectures import ARCHITECTURES, DECODER, PICTURE, VOCABULARY, inputs_of
-from linattn.hf import linearize_, new_cache
+from linattn.hf import BoundedCache, linearize_, new_cache
 from linattn.hf.linearization import choose_layers
 
 PICTURE_TOKEN = VOCABULARY - 1
@@ -53,6 +60,39 @@ def test_modules_that_a_pass_exchanges_are_as_they_were() -> None:
     with pytest.raises(ValueError, match="computes with its mask of pairs"):
         linearize_(model, method=METHOD)
     assert dict(model.named_modules()) == modules
+
+
+@pytest.mark.parametrize("way", [lambda model: linearize_(model, METHOD), lambda model: BoundedCache(model, 64)])
+def test_a_model_that_reads_tensors_of_masks_alone_is_refused_as_it_was(way: Callable[[Any], Any]) -> None:
+    """DeepSeek V4 adds which blocks are seen to a mask that is a tensor, and takes any other for none."""
+    sizes = {"q_lora_rank": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    kinds = ["heavily_compressed_attention", "compressed_sparse_attention"]
+    index = {"index_head_dim": 8, "index_n_heads": 2, "index_topk": 4, "qk_rope_head_dim": 4}
+    options = {**DECODER, **sizes, **index, "layer_types": kinds, "sliding_window": 8, "partial_rotary_factor": 0.5}
+    model = drawn(DeepseekV4ForCausalLM, DeepseekV4Config(**options))
+    wanted = run(model, {"input_ids": IDS})
+    with pytest.raises(ValueError, match=r"no layer of DeepseekV4ForCausalLM can be replaced: .*its output is another"):
+        way(model)
+    assert torch.equal(run(model, {"input_ids": IDS}), wanted)
+
+
+def test_a_model_that_draws_what_it_sees_is_probed() -> None:
+    """ViTMAE hides patches by chance: two passes are alike from the same random numbers, which go on as before."""
+    model = ViTMAEModel(ViTMAEConfig(**SIGHT)).eval()
+    before = torch.get_rng_state()
+    assert len(linearize_(model, MERGED).replaced) == SIGHT["num_hidden_layers"]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_layers_of_other_widths_are_bounded_and_linearized() -> None:
+    """Of whose sizes transformers refuses to name one: Gemma 4's global heads are twice as wide as the others."""
+    windows = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16}
+    config = Gemma4TextConfig(**DECODER, **windows, hidden_size_per_layer_input=0)
+    model, softmax = drawn(Gemma4ForCausalLM, config), drawn(Gemma4ForCausalLM, config)
+    wanted = softmax.generate(IDS, **GREEDY)
+    assert torch.equal(model.generate(IDS, **GREEDY, past_key_values=BoundedCache(model, config=MERGED)), wanted)
+    linearize_(model, METHOD)
+    assert torch.equal(model.generate(IDS, **GREEDY), wanted)
 
 
 def test_outputs_are_captured_once() -> None:

@@ -351,7 +351,8 @@ class TextCache(ForkedCache):
 def _sizes(config: Any) -> tuple[Any, ...]:
     """The sizes of a text's decoder; a configuration of two stacks has its own names for them."""
     text = config if hasattr(config, "decoder_layers") else config.get_text_config(decoder=True)
-    return tuple(getattr(text, name, None) for name in _SIZES)
+    # Of layers that differ transformers refuses to say a size by its attribute.
+    return tuple(vars(text)[name] if name in vars(text) else getattr(text, name, None) for name in _SIZES)
 
 
 def forked(cache: CacheKind) -> CacheKind:

@@ -8,15 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from linattn.hf._attention_modules import (
-    attributes_beside,
-    former_of,
-    mark,
-    parts_of,
-    restore,
-    switch_to,
-    unmark,
-)
+from linattn.hf._attention_modules import attributes_beside, former_of, mark, parts_of, restore, switch_to, unmark
 from linattn.hf._bounded_layers import HandedKeys
 from linattn.hf._calls import AnyMask, AskedMask, InterfaceCall, ask_mask, by_token, refuse_weights
 from linattn.hf._folders import save_linearized

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import causal_mask_function
@@ -56,8 +57,8 @@ class Probe:
             if calls := self.calls.get(part.module):
                 reads_another_text = has_order and not part.is_causal and self._is_crossed(part.module)
                 hides = any(mask.function is causal_mask_function for mask in self._masks(part.module))
-                shown: Any = {"width": calls[0].query.shape[-1], "device": calls[0].key.device, "hides_later": hides}
                 has_sinks = any(call.sinks is not None for call in calls)
+                shown: Any = {"width": calls[0].query.shape[-1], "device": calls[0].key.device, "hides_later": hides}
                 part = replace(part, **shown, reads_another_text=reads_another_text, has_sinks=has_sinks)
             placed.append(part)
         return placed
@@ -176,14 +177,17 @@ def _run(model: PreTrainedModel, inputs: Inputs) -> Calls | Exception:
         return call.by_former()[0]
 
     try:
-        with answering(model, record):
-            model(**inputs)
+        wanted = _outputs(model, inputs)
+    # A model's code may raise anything.
     except Exception as error:
-        # A model's code may raise anything: whether it does by itself too says whose error this is.
-        try:
-            model(**inputs)
-        except Exception as by_itself:
-            return by_itself
+        return error
+    try:
+        with answering(model, record):
+            got = _outputs(model, inputs)
+        # One that makes nothing of a mask that is no tensor is another model without a word.
+        if any((x - y).norm() > torch.finfo(y.dtype).eps ** 0.5 * y.norm() for x, y in zip(got, wanted, strict=True)):
+            raise ValueError("its output is another one")
+    except Exception as error:
         cause = f"it does not run under another attention function than transformers' own ({error})"
         if AskedMask.__name__ in str(error):
             cause = "it computes with its mask of pairs, by adding a bias or choosing keys, before attention reads it"
@@ -191,6 +195,12 @@ def _run(model: PreTrainedModel, inputs: Inputs) -> Calls | Exception:
             f"no layer of {type(model).__name__} can be replaced: {cause}; take a model that passes its masks on"
         ) from error
     return calls
+
+
+def _outputs(model: PreTrainedModel, inputs: Inputs) -> list[Tensor]:
+    """All floating tensors that a pass gives; random numbers go on as if it had drawn none."""
+    with torch.random.fork_rng(sorted({x.device.index for x in model.parameters() if x.device.type == "cuda"})):
+        return [x for x in pytree.tree_leaves(model(**inputs)) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def _run_with_cache(
@@ -223,7 +233,7 @@ def _run_with_cache(
             if model.config.is_encoder_decoder:
                 cache = EncoderDecoderCache(cache, DynamicCache(config=model.config.get_text_config(decoder=True)))
             with answering(model, answer):
-                model(**{**inputs, "past_key_values": cache})
+                _outputs(model, {**inputs, "past_key_values": cache})
         except Exception as error:
             # A model's code may raise anything where it does not take this kind of cache: the caller is told which.
             return frozenset(), type(error).__name__, frozenset()
@@ -249,7 +259,6 @@ def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
         # Other threads that call the model meanwhile do so in this mode, and draw random numbers twice.
         model.train(False)
         with ExitStack() as block, torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            block.enter_context(torch.random.fork_rng(sorted(x.index for x in devices if x.type == "cuda")))
             for device in devices:
                 block.enter_context(outside_autocast(device))
             yield
@@ -269,12 +278,8 @@ def example_inputs(model: PreTrainedModel, *, has_pictures: bool = True) -> Iter
     sounds = [{name: x} for name in ("input_features", "input_values") if name in arguments for x in _sounds(model)]
     kinds = [name for name in _KINDS if name in arguments and has_pictures]
     texts = list(_texts(model, kinds)) if "input_ids" in arguments else []
-    if main in ("input_features", "input_values"):
-        leading, rest = sounds, texts
-    elif main == "pixel_values":
-        leading, rest = pictures, texts
-    else:
-        leading, rest = texts, [*pictures, *sounds]
+    leading = {"input_features": sounds, "input_values": sounds, "pixel_values": pictures}.get(main, texts)
+    rest = [*pictures, *sounds] if leading is texts else texts
     yield from ({**inputs, **targets} for inputs in leading)
     yield from ({**one, **other} for one in leading for other in rest)
     # A model's own word, for families with arguments of their own.

@@ -84,7 +84,7 @@ class BoundedCache(TextCache):
     encoder-decoder takes it for its self-attention, `EncoderDecoderStates(BoundedCache(model), DynamicCache())`, and
     has forward pre-hooks from then on that refuse use_cache=False beside it, and an encoder's output of other sizes.
 
-    Cost: three passes of a few tokens for the first cache of a model. A step takes O(window + num_merged) per head.
+    Cost: five passes of a few tokens for the first cache of a model. A step takes O(window + num_merged) per head.
 
     Args:
         model: a causal transformers model whose layers use AttentionInterface, or a compiled or PEFT one around it.

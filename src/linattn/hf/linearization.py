@@ -94,7 +94,7 @@ def linearize_(
     they do: packed sequences, a mask of pairs given by the caller, texts beyond a replaced layer's window, dropout on
     the weights (load the model with its attention dropout at 0), returned weights.
 
-    Cost: three forward passes of two rows of a few tokens, or of a picture or sound; building the maps; with
+    Cost: five forward passes of two rows of a few tokens, or of a picture or sound; building the maps; with
     `calibrate` a forward pass per batch, and memory for at most 16384 tokens of each layer's queries and keys.
     Afterwards a replaced layer takes time linear in the tokens.
 
