@@ -91,6 +91,21 @@ FAULTS = (
         MOVING,
     ),
     Fault(
+        "leave a head of few keys in a full tier its frames",
+        TIER,
+        "1 if held.bias.shape[2] >= size.number else _FEWEST",
+        "min(_FEWEST, size.number)",
+        MOVING,
+    ),
+    Fault("number more coordinates than 16 bits do", CODES, "if width > 2**15:", "if width > 2**20:", LAWS),
+    Fault(
+        "begin a stream of rows that have no codes",
+        "kv_cache/keys.py",
+        "Layout.of(max(key.shape[-1], value.shape[-1]))",
+        "pass",
+        LAWS,
+    ),
+    Fault(
         "look at the tokens there were alone",
         TIER,
         "every.at(place, bias.gather(-1, place))",

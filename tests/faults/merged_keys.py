@@ -30,7 +30,7 @@ FAULTS = (
     Fault(
         "leave the sample out of a merged key's bias",
         ROOM + "merging.py",
-        "bias = self.log_mass - attended.log_attended(self.key)",
+        "bias = self.log_mass - (logits - attended.log_normalizer.unsqueeze(-1)).logsumexp(2)",
         "bias = self.log_mass",
         MERGING,
     ),
@@ -249,8 +249,8 @@ FAULTS = (
     Fault(
         "keep the mean query's bias for a sample's cluster",
         ROOM + "merging.py",
-        "bias = self.log_mass - attended.log_attended(self.key)",
-        "bias = self.log_mass - attended.log_attended(self.key.mean(2, keepdim=True))",
+        "soft_capped(attended.query @ self.key.mT, attended.soft_cap)",
+        "soft_capped(attended.query @ self.key.mean(2, keepdim=True).mT, attended.soft_cap)",
         EVERYWHERE,
     ),
     Fault(

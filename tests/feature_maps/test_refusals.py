@@ -53,6 +53,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Expansion(4, 2, order=1.0), ValueError, "order must be 0, 1 or 2, got 1.0"),
     (lambda: Taylor(4, order=3), ValueError, "order must be 1 or 2, got 3; for higher powers use TensorPolynomial"),
     (lambda: Taylor(4, scale=math.inf), ValueError, "scale must be a finite number > 0, got inf"),
+    (lambda: Taylor(4, scale=10**400), ValueError, "scale must be a finite number > 0, got 1000"),
     (lambda: FavorPlus(4, 0), ValueError, "num_features must be an integer of at least 1, got 0"),
     (lambda: FavorPlus(4, 8, draw="qmc"), ValueError, r"draw must be one of \('orthogonal', 'iid'\), got 'qmc'"),
     (lambda: FavorPlus(4, 8, lengths="unit"), ValueError, r"lengths must be one of \('chi', 'fixed'\), got 'unit'"),

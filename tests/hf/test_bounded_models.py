@@ -233,6 +233,16 @@ def test_a_decoder_is_bounded_beside_a_linearized_encoder():
         BoundedCache(decoder, config=ENOUGH)
 
 
+def test_a_graph_of_sizes_that_change_is_refused_in_our_words(language_model):
+    """With dynamic=True a compiler looks into the keys that are handed on."""
+    torch.compiler.reset()
+    model = language_model("llama")
+    cache, compiled = BoundedCache(model, config=ENOUGH), torch.compile(model.forward, backend="eager", dynamic=True)
+    with torch.no_grad(), pytest.raises(Exception, match=r"the model is compiled with dynamic=True \(leave that out\)"):
+        compiled(torch.arange(3, 12)[None], past_key_values=cache)
+    torch.compiler.reset()
+
+
 def test_a_compiled_model_of_other_numbers_of_tokens_in_each_call(language_model):
     """From the second number on a compiler takes them for symbols, which become no numbers of a class of ours."""
     torch.compiler.reset()

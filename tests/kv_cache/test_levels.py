@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from linattn import MergedKV, merged_attention, merged_attention_with_state
 from linattn.kv_cache import frames as frames_room
 from linattn.kv_cache import levels as levels_room
 from linattn.kv_cache.codes import Codes, Layout, coded_bytes
@@ -18,6 +19,21 @@ from linattn.kv_cache.frames import Frame, allocated, mixed
 from linattn.kv_cache.levels import DISTORTION, level_numbers, near_levels, table
 
 WIDTHS = (1, 5, 8, 12, 32, 70, 80, 96, 256)
+
+
+def test_rows_wider_than_their_order_numbers_are_refused_before_there_are_codes() -> None:
+    """Orders are kept in 16 bits, and the numbers of wider rows would be others."""
+    rows = torch.zeros(1, 1, 1, 2**15 + 1)
+    assert merged_attention(rows, rows, rows, MergedKV(2, 2, None), is_causal=True).shape == rows.shape
+    assert merged_attention(*[rows[..., 1:]] * 3, MergedKV(2, 2), is_causal=True).shape[-1] == 2**15
+    for call in (
+        lambda: merged_attention(rows, rows, rows, MergedKV(2, 2), is_causal=True),
+        lambda: merged_attention_with_state(rows, rows, rows[..., :4], MergedKV(2, 0, coded=((4, 4),))),
+        lambda: merged_attention_with_state(rows[..., :4], rows[..., :4], rows, MergedKV(2, 2)),
+        lambda: MergedKV.within(512, head_dim=2**15 + 1),
+    ):
+        with pytest.raises(ValueError, match="in few bits rows have at most 2¹⁵ numbers, got 32769; give bits=None"):
+            call()
 
 
 def levels(bits: int) -> Tensor:

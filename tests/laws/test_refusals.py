@@ -228,6 +228,16 @@ TABLE: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "scale must be .* got nan",
     ),
+    "softmax-integer": (
+        lambda: linattn.softmax_attention(Q, K, V, scale=10**400),
+        ValueError,
+        "scale must be a finite number, or None",
+    ),
+    "softmax-numbers": (
+        lambda: linattn.softmax_attention(Q, K, V, scale=torch.ones(2)),
+        ValueError,
+        "scale must be a finite number, or None",
+    ),
     "softmax-words": (lambda: linattn.softmax_partial(Q, K, V, scale="1"), ValueError, "scale must be .* got '1'"),
     "softmax-heads": (lambda: linattn.softmax_attention(Q.repeat(1, 2, 1, 1), K, V), ValueError, "enable_gqa=True"),
 }

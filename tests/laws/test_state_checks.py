@@ -165,6 +165,9 @@ def test_a_decay_by_no_factor_is_refused(factor: float | Tensor) -> None:
     state = State.empty(Relu(8), batch_size=1, num_heads=2, value_dim=8)
     with pytest.raises(ValueError, match="log_factor must be finite, or -inf"):
         state.decay(factor)
+    for other, kind in ((1j, "complex"), (torch.tensor(1j), r"torch\.complex64"), ("x", "str"), (None, "NoneType")):
+        with pytest.raises(TypeError, match=rf"log_factor must be a number or a floating tensor, got {kind}"):
+            state.decay(other)
 
 
 def test_gradients_of_a_decay_by_minus_infinity_are_finite() -> None:

@@ -158,6 +158,8 @@ def test_a_compiled_block_takes_the_new_draw() -> None:
 def test_wrong_schedules_are_refused() -> None:
     with pytest.raises(ValueError, match="has no map that is drawn"):
         RedrawSchedule(linear(EluPlusOne(4)), every=1)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"):
+        RedrawSchedule("x", every=1)
     for every in (0, 1.5, True):
         with pytest.raises(ValueError, match="every must be an integer of at least 1, got"):
             RedrawSchedule(model(), every=every)

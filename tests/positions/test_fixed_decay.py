@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -41,8 +42,11 @@ def test_alibi_of_other_numbers_of_heads() -> None:
     assert FixedDecay.alibi(6).rates.tolist() == expected
 
 
-@pytest.mark.parametrize("rates", [[], [-1.0], [float("nan")], [0.1, float("inf")]])
-def test_refused_rates(rates: list[float]) -> None:
+REFUSED = [[], [-1.0], [float("nan")], [0.1, float("inf")], "12", [1.0, "2"], [1j], 0.5, None, [10**400]]
+
+
+@pytest.mark.parametrize("rates", REFUSED, ids=lambda rates: repr(rates)[:20])
+def test_refused_rates(rates: Any) -> None:
     with pytest.raises(ValueError, match="rates must be finite numbers >= 0"):
         FixedDecay(rates)
 

@@ -156,7 +156,7 @@ class State(Restored):
             log_factor: a number, or (B or 1, H or 1) for each key/value head, floating, finite or -inf; differentiable.
 
         Raises:
-            ValueError: if its shape is not one of these, or a factor is NaN or +inf.
+            TypeError, ValueError: if it is no such number or tensor, its shape is another, or a factor is NaN or +inf.
 
         Example:
             >>> import math, torch, linattn
@@ -168,6 +168,8 @@ class State(Restored):
             4.0
         """
         self.check_tensors()
+        if not isinstance(log_factor, int | float):
+            check_dtype("log_factor", log_factor, DTYPES, "a number or a floating tensor", "convert it with .double()")
         factor = torch.as_tensor(log_factor, dtype=torch.float64, device=self.m.device)
         batch, heads = self.m.shape[:2]
         if tuple(factor.shape) not in ((), (1, 1), (1, heads), (batch, 1), (batch, heads)):

@@ -2,6 +2,8 @@
 
 import math
 
+from linattn.softmax.checking import as_float
+
 
 def check_count(name: str, value: int, at_least: int = 1) -> int:
     """Return an integer that is at least `at_least`, or refuse it."""
@@ -19,7 +21,7 @@ def check_seed(seed: int) -> int:
 
 def check_number(name: str, value: float, *, positive: bool = False) -> float:
     """Return a finite number that is ≥ 0, or > 0 when `positive`, as a float, or refuse it."""
-    number = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+    number = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else as_float(value)
     if not math.isfinite(number) or number < 0 or (positive and number == 0):
         raise ValueError(f"{name} must be a finite number {'> 0' if positive else '>= 0'}, got {value!r}")
     return number

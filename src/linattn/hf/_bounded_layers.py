@@ -31,8 +31,9 @@ class HandedKeys(Tensor):
             return super().__torch_function__(function, types, args, kwargs or {})
         raise RuntimeError(
             "the keys that a BoundedCache returned were read before linattn's attention function had them: the model "
-            "attends by another implementation, or it changes its keys after its cache has them; call "
-            "model.set_attn_implementation('linattn') and go on from a fork of the cache, or leave the cache out"
+            "is compiled with dynamic=True (leave that out), it attends by another implementation, or it changes its "
+            "keys after its cache has them; call model.set_attn_implementation('linattn') and go on from a fork of "
+            "the cache, or leave the cache out"
         )
 
 

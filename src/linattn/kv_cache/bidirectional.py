@@ -100,8 +100,7 @@ def _attend_merging(
 def _distances(tokens: Tokens, spread: Tensor) -> tuple[Metric, Axes]:
     """Metric of keys, as queries of this spread see them, and values, and its axes, by keys evenly spaced."""
     index, there = evenly(tokens.bias != -torch.inf, MEASURED, min(MEASURED, tokens.bias.shape[2]))
-    row, head = (torch.arange(size, device=index.device) for size in index.shape[:2])
-    some = torch.cat([x[row[:, None, None], head[:, None], index] for x in tokens[:2]], -1)
+    some = torch.cat(tokens.pick(index)[:2], -1)
     # One that is no number would leave none of the others.
     there = there & (some.abs().amax(-1) < torch.inf)
     some, share = some.masked_fill(~there.unsqueeze(-1), 0), there.to(some.dtype)

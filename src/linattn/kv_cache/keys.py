@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from linattn.kv_cache.coded_tokens import CodedTokens
-from linattn.kv_cache.codes import Codes
+from linattn.kv_cache.codes import Codes, Layout
 from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.frames import Frame, Frames
 from linattn.kv_cache.memory import Held, Tier
@@ -45,6 +45,9 @@ class MergedKeys(Restored):
     @classmethod
     def empty(cls, config: MergedKV, key: Tensor, value: Tensor) -> MergedKeys:
         """No tokens, for keys and values like these (B, H, L, ·)."""
+        if config.coded or config.bits is not None:
+            # Refused now: a stream has codes later.
+            Layout.of(max(key.shape[-1], value.shape[-1]))
         dtype = torch.promote_types(key.dtype, torch.float32)
         # Of their own: views would keep the first call's tokens in memory where no tokens are merged.
         shape = *key.shape[:2], 0

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from linattn.kv_cache.partitioning import MEASURED, Axes, Metric, partition, sums, weighted_sums
 from linattn.kv_cache.query_sample import QuerySample, SampleAttention
+from linattn.softmax.attention import soft_capped
 from linattn.softmax.tokens import Tokens
 
 
@@ -60,7 +61,8 @@ class ClusterMeans(NamedTuple):
 
     def conserving(self, attended: SampleAttention) -> Tokens:
         """Weighted keys to which the sample attends as much as to their members; biases of free places are -inf."""
-        bias = self.log_mass - attended.log_attended(self.key)
+        logits = soft_capped(attended.query @ self.key.mT, attended.soft_cap)
+        bias = self.log_mass - (logits - attended.log_normalizer.unsqueeze(-1)).logsumexp(2)
         # A key that stays alone keeps its own to the bit.
         bias = torch.where(self.size == 0, -torch.inf, torch.where(self.size == 1, self.bias_sum, bias))
         return Tokens(self.key, self.value, bias)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from linattn.kv_cache.partitioning import ALIKE
-from linattn.softmax.attention import soft_capped
 from linattn.softmax.extensions import is_readable
 from linattn.softmax.tokens import Tokens, picked
 from linattn.softmax.weighted import Scoring
@@ -35,10 +34,6 @@ class SampleAttention(NamedTuple):
     query: Tensor  # (B, H, S, D), those that attend: at least one
     log_normalizer: Tensor  # (B, H, S), theirs; so large that those that are not there attend to nothing
     soft_cap: float | None  # on their logits
-
-    def log_attended(self, key: Tensor) -> Tensor:
-        """Logarithms (B, H, C) of Σ_s a_s of other keys (B, H, C, D), beside the same ones."""
-        return (soft_capped(self.query @ key.mT, self.soft_cap) - self.log_normalizer.unsqueeze(-1)).logsumexp(2)
 
 
 class QuerySample(NamedTuple):

@@ -13,7 +13,7 @@ from linattn.kv_cache.frames import Frame, Frames
 from linattn.kv_cache.keys import MergedKeys
 from linattn.kv_cache.levels import MOST_BITS
 from linattn.kv_cache.query_sample import QuerySample, sample_size
-from linattn.softmax.checking import TOKEN_DTYPES, check_count, check_kind, check_tensor, check_tokens, refuse
+from linattn.softmax.checking import TOKEN_DTYPES, check_kind, check_tensor, check_tokens, checked_length, refuse
 from linattn.softmax.row_groups import RowGroups, check_groups, check_next_tokens
 from linattn.softmax.tokens import Tokens
 from linattn.softmax.tracing import has_values
@@ -78,7 +78,7 @@ def _check_group(keys: MergedKeys, head_dim: int, num_groups: int | None) -> Non
     sizes, room = (batch, heads, head_dim, recent.value.shape[-1]), config.blocks.window + config.blocks.size
     check_tokens("recent", recent, room, sizes, dtype, device, _REMEDY)
     most = None if num_groups is None else sample_size(num_groups)
-    sampled = check_count("sample.there", sample.there, most, _REMEDY)
+    sampled = checked_length("sample.there", sample.there, most, _REMEDY)
     check_tensor("sample.query", sample.query, (batch, heads, sampled, head_dim), dtype, device, _REMEDY)
     check_tensor("sample.there", sample.there, (batch, heads, sampled), torch.bool, device, _REMEDY)
     check_tokens("sinks", keys.sinks, config.num_sinks, sizes, dtype, device, _REMEDY)
@@ -99,7 +99,7 @@ def _check_tier(name: str, tier: object, size: TierSize, recent: Tokens, head_di
         sizes = (batch, heads, *widths)
         check_tokens(name, tier, size.num_unquantized(dtype.itemsize), sizes, dtype, device, _REMEDY, is_wide=True)
         return
-    number = check_count(f"{name}.bias", tier.bias, size.number, _REMEDY)
+    number = checked_length(f"{name}.bias", tier.bias, size.number, _REMEDY)
     check_kind(Frames, f"{name}.frames", tier.frames, _REMEDY)
     for side, width, few in zip(Frames._fields, widths, size.both_bits, strict=True):
         codes, frame, layout = getattr(tier, side), getattr(tier.frames, side), Layout.of(width)

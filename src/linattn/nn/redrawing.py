@@ -27,7 +27,7 @@ class RedrawSchedule:
         seed: of the schedule.
 
     Raises:
-        ValueError: the model has no random map; `every` or `seed` is not an integer in its range.
+        TypeError, ValueError: `model` is no module or has no random map; `every` or `seed` is no integer in its range.
 
     Example:
         >>> from linattn.feature_maps import FavorPlus
@@ -41,6 +41,8 @@ class RedrawSchedule:
     """
 
     def __init__(self, model: nn.Module, *, every: int, seed: int = 0) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         self.model, self.num_steps = model, 0
         self.every, self.seed = check_count("every", every), check_seed(seed)
         if not self._maps():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Self, final, get_args
 
 import torch
@@ -14,7 +14,7 @@ from linattn.attention import State, linear_attention_with_state
 from linattn.feature_maps import FeatureMap
 from linattn.feature_maps.arguments import check_count, check_number
 from linattn.feature_maps.base import UncastBuffers
-from linattn.softmax.checking import DTYPES, check_bool, check_dense, check_dtype
+from linattn.softmax.checking import DTYPES, as_float, check_bool, check_dense, check_dtype
 from linattn.softmax.partial import Attended
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 from linattn.softmax.tracing import is_traced
@@ -332,12 +332,12 @@ class FixedDecay(UncastBuffers, Gate):
 
     def __init__(self, rates: Sequence[float]) -> None:
         super().__init__()
-        rates = [float(rate) for rate in rates]
-        if not rates or not all(math.isfinite(rate) and rate >= 0 for rate in rates):
-            raise ValueError(f"rates must be finite numbers >= 0, one for each key/value head, got {rates}")
-        self.num_heads = len(rates)
+        numbers = [as_float(rate) for rate in rates] if isinstance(rates, Iterable) else []
+        if not numbers or not all(math.isfinite(rate) and rate >= 0 for rate in numbers):
+            raise ValueError(f"rates must be finite numbers >= 0, one for each key/value head, got {rates!r}")
+        self.num_heads = len(numbers)
         # Rounded decays would add up: they stay float64 when a model is cast.
-        self.register_buffer("rates", torch.tensor(rates, dtype=torch.float64))
+        self.register_buffer("rates", torch.tensor(numbers, dtype=torch.float64))
 
     @classmethod
     def alibi(cls, num_heads: int) -> Self:

@@ -94,8 +94,6 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool
             f"key and value must share (batch, heads, length), got {tuple(key.shape[:3])} and "
             f"{tuple(value.shape[:3])}; give one value for each key"
         )
-    if query.shape[1] == key.shape[1] > 0:
-        return
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
             f"query has {query.shape[1]} heads, key and value have {key.shape[1]}; pass enable_gqa=True if groups of "
@@ -192,11 +190,19 @@ def check_indices(indices: Tensor, number: int | None = None, name: str = "indic
     return indices.long()
 
 
+def as_float(value: object) -> float:
+    """A number; NaN for text and the like, tensors of several or complex numbers, and integers that no float holds."""
+    try:
+        return float(value) if isinstance(value, SupportsFloat) else math.nan
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        return math.nan
+
+
 def check_scale(scale: object) -> None:
     """Refuse what is no finite number, or None for the default; a graph may leave a number open."""
     if scale is None or torch.compiler.is_compiling():
         return
-    if not isinstance(scale, SupportsFloat) or not math.isfinite(scale):
+    if not math.isfinite(as_float(scale)):
         raise ValueError(f"scale must be a finite number, or None for D**-0.5, got {scale!r}; give the factor on q·k")
 
 
@@ -204,7 +210,7 @@ def check_soft_cap(soft_cap: float | None) -> float | None:
     """A cap on logits as a float, or None for none; refuse what is no finite number > 0."""
     if soft_cap is None:
         return None
-    if isinstance(soft_cap, bool) or not isinstance(soft_cap, int | float) or not 0 < soft_cap < math.inf:
+    if isinstance(soft_cap, bool) or not isinstance(soft_cap, int | float) or not 0 < as_float(soft_cap) < math.inf:
         raise ValueError(f"soft_cap must be a finite number > 0, or None for no cap, got {soft_cap!r}")
     return float(soft_cap)
 
@@ -221,7 +227,7 @@ def check_tensor(
         refuse(name, x, f"{dtype} of shape {shape} on {device}", remedy)
 
 
-def check_count(name: str, x: object, most: int | None, remedy: str) -> int:
+def checked_length(name: str, x: object, most: int | None, remedy: str) -> int:
     """How many tokens there are numbers (B, H, n) of, more than may be kept refused."""
     count: int = x.shape[2] if isinstance(x, Tensor) and x.ndim == 3 else -1
     if count < 0 or (most is not None and count > most):
@@ -244,7 +250,7 @@ def check_tokens(
     check_kind(Tokens, name, tokens, remedy)
     assert isinstance(tokens, Tokens)
     (batch, heads, *widths), held = sizes, tokens.key
-    number = check_count(f"{name}.bias", tokens.bias, most, remedy)
+    number = checked_length(f"{name}.bias", tokens.bias, most, remedy)
     is_beside = not is_wide and isinstance(held, Tensor) and held.dtype in TOKEN_DTYPES[dtype]
     dtypes = (held.dtype, held.dtype, dtype) if is_beside else (dtype,) * 3
     for field, x, kind, rest in zip(Tokens._fields, tokens, dtypes, (*((width,) for width in widths), ()), strict=True):
