@@ -70,9 +70,8 @@ def read_beside_neighbours(
     few = few._replace(bias=_left(few.bias, number, share, window))
     sources = _Sources(flat, number.clamp(max=few.key.shape[1] - 1), share, few)
     scoring = Scoring(scoring.scale * LOG2_E, scoring.soft_cap and scoring.soft_cap * LOG2_E)
-    rows = _in_turn(query, sources, window, scoring)
-    out, log = _together(rows, query.shape[:2].numel() * few.bias.shape[-1])
-    out, log = (_rows(x, query, few.bias.shape[-1]) for x in (out, log))
+    parts = _together(_in_turn(query, sources, window, scoring), query.shape[:2].numel() * few.bias.shape[-1])
+    out, log = (_rows(x, query, few.bias.shape[-1]) for x in parts)
     return Reading(out, log if with_log else None)
 
 

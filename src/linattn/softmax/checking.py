@@ -200,9 +200,7 @@ def as_float(value: object) -> float:
 
 def check_scale(scale: object) -> None:
     """Refuse what is no finite number, or None for the default; a graph may leave a number open."""
-    if scale is None or torch.compiler.is_compiling():
-        return
-    if not math.isfinite(as_float(scale)):
+    if not (scale is None or torch.compiler.is_compiling() or math.isfinite(as_float(scale))):
         raise ValueError(f"scale must be a finite number, or None for D**-0.5, got {scale!r}; give the factor on q·k")
 
 
