@@ -357,8 +357,15 @@ FAULTS = (
     Fault(
         "take a scale that is no number",
         "softmax/checking.py",
-        "or not math.isfinite(scale):",
-        ":",
-        "tests/laws/test_refusals.py -k scale",
+        "if not (scale is None or torch.compiler.is_compiling() or math.isfinite(as_float(scale))):",
+        "if not (scale is None or isinstance(scale, SupportsFloat)):",
+        "tests/laws/test_refusals.py -k softmax",
+    ),
+    Fault(
+        "let integers that no float holds leave in Python's words",
+        "softmax/checking.py",
+        "except (OverflowError, ",
+        "except (",
+        "tests/laws/test_refusals.py -k softmax",
     ),
 )

@@ -53,9 +53,9 @@ FAULTS = (
     ),
     Fault(
         "forget the cap of what merged keys are weighed by",
-        ROOM + "query_sample.py",
-        "soft_capped(self.query @ key.mT, self.soft_cap)",
-        "(self.query @ key.mT)",
+        ROOM + "merging.py",
+        "soft_capped(attended.query @ self.key.mT, attended.soft_cap)",
+        "(attended.query @ self.key.mT)",
         CAPS,
     ),
     Fault(

@@ -106,10 +106,11 @@ FAULTS = (
     Fault(
         "decay what does not belong together",
         STATE,
-        "self.check_tensors()\n        factor",
-        "factor",
+        "self.check_tensors()\n        if not isinstance(log_factor",
+        "if not isinstance(log_factor",
         LAWS,
     ),
+    Fault("decay by the real part", STATE, "if not isinstance(log_factor, int | float):", "if False:", LAWS),
     Fault(
         "select from what does not belong together",
         STATE,
