@@ -11,7 +11,7 @@ AGAIN = "tests/positions/test_relative_bias_gradients.py"
 FIXED, FORGET = "tests/positions/test_fixed_decay.py", "tests/positions/test_forget_gate.py"
 
 FAULTS = (
-    Fault("take text for rates", GATES, "[as_float(rate) for", "[float(rate) for", FIXED),
+    Fault("take text for rates", "positions/gates.py", "[as_float(rate) for", "[float(rate) for", FIXED),
     Fault(
         "turn keys of another width",
         "positions/encodings.py",
