@@ -44,6 +44,13 @@ FAULTS = (
         "with ExitStack() if True else torch.random.fork_rng(",
         PROBED,
     ),
+    Fault(
+        "ask the configuration for the window of each layer",
+        "hf/_attention_modules.py",
+        'self.module if hasattr(self.module, "sliding_window") else getattr(self.module, "config", None)',
+        'getattr(self.module, "config", None)',
+        PROBED,
+    ),
     Fault("give caps to any layer", "hf/_probing.py", "if CAPS not in takes and", "if False and", CAPS),
     Fault("give caps to any map", "hf/linearization.py", "sinks if merged is None else [CAPS]", "[*sinks, CAPS]", CAPS),
     Fault("give sinks to any layer", "hf/_probing.py", "if SINKS not in takes and", "if False and", SINKS),

@@ -18,13 +18,15 @@ from transformers import (
     LlavaForConditionalGeneration,
     MllamaConfig,
     MllamaForConditionalGeneration,
+    NeoMMEConfig,
+    NeoMMEForMaskedLM,
     ViTMAEConfig,
     ViTMAEModel,
 )
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from architecture_uses import CLOSE, GREEDY, MERGED, METHOD, SMALL, difference, run
-from architectures import ARCHITECTURES, DECODER, PICTURE, VOCABULARY, inputs_of
+from architectures import ARCHITECTURES, DECODER, PICTURE, TEXT, VOCABULARY, inputs_of
 from linattn.hf import BoundedCache, linearize_, new_cache
 from linattn.hf.linearization import choose_layers
 
@@ -49,7 +51,8 @@ def drawn(kind: Any, config: Any) -> Any:
             weight.normal_(0, weight.shape[-1] ** -0.5)
         elif "gate" in name:
             weight.fill_(0.7)
-    model.generation_config.pad_token_id = 0
+    if model.can_generate():
+        model.generation_config.pad_token_id = 0
     return model
 
 
@@ -93,6 +96,17 @@ def test_layers_of_other_widths_are_bounded_and_linearized() -> None:
     assert torch.equal(model.generate(IDS, **GREEDY, past_key_values=BoundedCache(model, config=MERGED)), wanted)
     linearize_(model, METHOD)
     assert torch.equal(model.generate(IDS, **GREEDY), wanted)
+
+
+def test_windows_of_layers_that_differ_are_those_of_their_modules() -> None:
+    """NeoMME's layers have windows of their own, and transformers refuses to say the configuration's."""
+    kinds = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    config = NeoMMEConfig(**{**TEXT, **kinds, "pad_token_id": 0, "num_key_value_heads": 2, "head_dim": 16})
+    model, inputs = drawn(NeoMMEForMaskedLM, config), {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    inputs["attention_mask"][1, -5:] = 0
+    wanted = run(model, inputs)
+    assert [layer.reason is None for layer in linearize_(model, MERGED).layers] == [False, True]
+    assert difference(run(model, inputs), wanted) < CLOSE
 
 
 def test_outputs_are_captured_once() -> None:

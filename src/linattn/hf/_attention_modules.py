@@ -59,8 +59,8 @@ class AttentionModule:
         # EXAONE 4 gives all layers the width, and says of each whether it slides.
         if getattr(self.module, "is_sliding", True) is False:
             return None
-        config = getattr(self.module, "config", None)
-        window: int | None = getattr(self.module, "sliding_window", getattr(config, "sliding_window", None))
+        holder = self.module if hasattr(self.module, "sliding_window") else getattr(self.module, "config", None)
+        window: int | None = getattr(holder, "sliding_window", None)
         return window or None
 
     @property
