@@ -12,16 +12,15 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from grid import Case
 from programs import Programs
-from ranks import Pool
 
+# What is large is imported where it is used: the process that deals tests out reads this file, and then begins others.
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
     from xdist.remote import Producer
 
+    from ranks import Pool
     from scheduling import Groups
 
 
@@ -36,11 +35,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Groups 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers tell of each test once."""
+    """Workers tell of each test once; a sixth of the time of collecting tests would go into looking for garbage."""
+    gc.disable()
     if hasattr(config, "workerinput"):
         from scheduling import tell_less
 
         tell_less(config)
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        import torch.fx
+
+        # Small tensors: one thread, from the first map on.
+        import grid  # noqa: F401
+
+        # A quarter of the time of exporting a model would go into where each of its operations was written.
+        torch.fx.config.do_not_emit_stack_traces = True
 
 
 def pytest_collection_finish() -> None:
@@ -50,6 +58,7 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.set_threshold(20_000)
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
@@ -63,6 +72,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.fixture(autouse=True)
 def _strict_world() -> Iterator[None]:
     """Seeded, and nothing left behind."""
+    import torch
+
     # torch.manual_seed also keeps the call for GPUs to come: half a millisecond, twenty thousand times.
     torch.default_generator.manual_seed(0)
     yield
@@ -119,6 +130,7 @@ def blocks_of(monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised floating tensors hold NaN: an output that is not written cannot pass."""
+    import torch
 
     def poison(function):
         def wrapped(*args, **kwargs):
@@ -161,6 +173,8 @@ def on_ranks(_pools: list[Pool]) -> Callable[..., list]:
 
     Tests that use it are in xdist's group "ranks", for which there is one pool.
     """
+    from ranks import Pool
+
     if not _pools or not _pools[0].is_alive:
         _pools[:] = [Pool()]
     return _pools[0].run
@@ -188,5 +202,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Note which cell of the grid a law runs on."""
     callspec = getattr(item, "callspec", None)
     case = callspec.params.get("case") if callspec else None
-    if isinstance(case, Case):
-        item.user_properties.append(("case", str(case)))
+    if case is not None:
+        from grid import Case
+
+        if isinstance(case, Case):
+            item.user_properties.append(("case", str(case)))

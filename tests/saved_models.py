@@ -1,4 +1,7 @@
-"""Tiny saved models, a tokenizer and a text, all made here."""
+"""Tiny saved models, a tokenizer and a text, all made here.
+
+What is large is imported by the fixtures: a conftest.py has them, which the process that deals tests out reads too.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 WORDS = [f"w{number}" for number in range(40)]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -54,6 +53,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def _save(family: str, where: Path) -> None:
     """One model, its attention sharpened so that it is not uniform, and a tokenizer of `WORDS`."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
     name, sizes = FAMILIES[family]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(vocab_size=64, **sizes)
@@ -66,11 +69,13 @@ def _save(family: str, where: Path) -> None:
     vocabulary = {word: number for number, word in enumerate(("[UNK]", "[A]", "[B]", *WORDS))}
     fast = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     fast.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="[UNK]").save_pretrained(where)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="[UNK]").save_pretrained(where)
 
 
 @pytest.fixture(scope="session")
 def prose() -> str:
     """64 words."""
+    import torch
+
     chosen = torch.randint(len(WORDS), (64,), generator=torch.Generator().manual_seed(2))
     return " ".join(WORDS[number] for number in chosen.tolist())

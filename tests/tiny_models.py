@@ -1,22 +1,11 @@
-"""Tiny causal models of bytes, all made here."""
+"""Tiny causal models of bytes, all made here.
+
+What is large is imported by the fixtures: a conftest.py has them, which the process that deals tests out reads too.
+"""
 
 from __future__ import annotations
 
 import pytest
-import torch
-from transformers import (
-    BertConfig,
-    BertModel,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-)
-
-from linattn.hf import ByteTokenizer, LoadedModel
-from linattn.records.texts import Text
 
 SIZES = {"vocab_size": 256, "hidden_size": 24, "intermediate_size": 24, "num_attention_heads": 4, "head_dim": 8}
 LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
@@ -24,6 +13,8 @@ LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_a
 
 def sharpened(model):
     """In evaluation mode, its attention far from uniform."""
+    import torch
+
     with torch.no_grad():
         for name, weight in model.named_parameters():
             # Gemma normalises its queries, and their width follows from this weight alone.
@@ -35,6 +26,19 @@ def sharpened(model):
 @pytest.fixture(scope="module")
 def tiny():
     """A function giving a loaded model by its family."""
+    import torch
+    from transformers import (
+        BertConfig,
+        BertModel,
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
+    )
+
+    from linattn.hf import ByteTokenizer, LoadedModel
 
     def of(family):
         torch.manual_seed(0)
@@ -58,5 +62,9 @@ def tiny():
 @pytest.fixture(scope="module")
 def words():
     """A text of 4,000 random letters and spaces."""
+    import torch
+
+    from linattn.records.texts import Text
+
     draw = torch.Generator().manual_seed(4)
     return Text("letters", "".join(map("abcdefgh ".__getitem__, torch.randint(9, (4000,), generator=draw).tolist())))

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import linattn
 from linattn import cli
 from linattn.cli.app import COMMANDS, LAB_COMMANDS, app, error_line, subcommands
+from programs import TRANSFORMERS
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 HEAVY = {"torch", "transformers", "accelerate", "jinja2", "numpy", "linattn.hf", "linattn.convert", "rich.live"}
@@ -100,9 +101,11 @@ def test_a_package_that_is_missing_is_named(run_program, words, missing, said):
     assert done.stderr.startswith(said)
 
 
+# Beside other programs that are forked after transformers has been imported.
+@pytest.mark.xdist_group("transformers")
 @pytest.mark.parametrize("module", ["linattn.cli.app", "linattn.cli.generate", "linattn.cli.generation"])
 def test_ctrl_c_while_modules_are_loaded_ends_the_command(run_program, tmp_path, module):
-    """Also while an object is destroyed, where Python swallows errors; once the work has begun, it is such an error."""
+    """Also while an object is destroyed, where Python swallows errors."""
     program = f"""
 import signal, sys
 from linattn.cli import main
@@ -120,8 +123,11 @@ sys.modules.pop({module!r}, None)
 sys.meta_path.insert(0, Finder)
 main()
 """
-    done = run_program(program, "generate", str(tmp_path), "--prompt", "a")
+    done = run_program(program, "generate", str(tmp_path), "--prompt", "a", after=TRANSFORMERS)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_ctrl_c_once_the_work_has_begun_says_what_was_kept(run_program):
     begun = """
 import signal
 from rich.console import Console

@@ -266,6 +266,8 @@ def test_a_sentence_encoder_loads_as_one(text, tmp_path):
     assert len(report_of(out)["stages"][-1]["layers"]) == 6
 
 
+# Beside the ranks, whose server is forked from.
+@pytest.mark.xdist_group("ranks")
 def test_a_real_interrupt_leaves_the_best_so_far(words, tmp_path):
     command = words("--map", LEARNED, "--minutes", "1")
     checkpoints = tmp_path / "out.unfinished" / "checkpoints" / "transfer"
@@ -284,6 +286,8 @@ def test_a_real_interrupt_leaves_the_best_so_far(words, tmp_path):
     from_pretrained(tmp_path / "out")
 
 
+# Beside the ranks, whose server is forked from.
+@pytest.mark.xdist_group("ranks")
 def test_killed_three_times_it_ends_as_if_it_had_not_been(words, tmp_path):
     command = words("--map", LEARNED, "--minutes", "0.05")
     out, work = tmp_path / "out", tmp_path / "out.unfinished"

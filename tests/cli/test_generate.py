@@ -25,6 +25,7 @@ from linattn.hf import (
     save_pretrained,
 )
 from linattn.kv_cache.layer_plans import PLAIN, MemoryPlan, write_memory_plans
+from programs import TRANSFORMERS
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 TOLD = (
@@ -271,12 +272,14 @@ def test_a_prompt_from_a_file_or_the_standard_input_is_not_printed(of_bytes, tmp
     assert "--prompt-file: 'utf-8' codec can't decode" in refused.stderr
 
 
+# Beside other programs that are forked after transformers has been imported.
+@pytest.mark.xdist_group("transformers")
 @pytest.mark.parametrize("closed", ["stdin", "stdout", "stderr"])
 def test_streams_that_the_caller_has_closed(run_program, of_bytes, closed):
     """A prompt from a closed input is an empty one, and what goes to a closed output is dropped."""
     program = f"import sys; sys.{closed} = None; from linattn.cli import main; main()"
     prompt = ("--prompt-file", "-") if closed == "stdin" else ("--prompt", "a")
-    done = run_program(program, "generate", str(of_bytes), "--tokens", "2", *prompt)
+    done = run_program(program, "generate", str(of_bytes), "--tokens", "2", *prompt, after=TRANSFORMERS)
     assert (done.returncode, "Traceback" in done.stderr) == (closed == "stdin", False)
     assert ("the prompt gives no token; give a text" in done.stderr) == (closed == "stdin")
     assert done.stdout.startswith("a") == (closed == "stderr")

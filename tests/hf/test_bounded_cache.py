@@ -103,6 +103,8 @@ with torch.no_grad():
 """
 
 
+# Beside other programs that are forked after transformers has been imported.
+@pytest.mark.xdist_group("transformers")
 @torch.no_grad()
 @pytest.mark.parametrize("implementation", ["linattn", "sdpa"])
 def test_a_saved_cache_goes_on_in_another_process(run_program, language_model, tmp_path, implementation):

@@ -68,6 +68,8 @@ def test_transformers_alone_refuses_the_folder(model, tmp_path, save):
     assert AutoConfig.from_pretrained(tmp_path / "new").model_type == model.config.model_type
 
 
+# Beside other programs that are forked after transformers has been imported.
+@pytest.mark.xdist_group("transformers")
 def test_without_linattn_too(run_program, build, tmp_path):
     model = build("bert")
     linearize_(model, method=LEARNED)

@@ -156,6 +156,8 @@ for folder in sys.argv[1:]:
 """
 
 
+# Beside other programs that are forked after transformers has been imported.
+@pytest.mark.xdist_group("transformers")
 def test_another_process_gives_the_same_bits_and_texts(run_program, build, tmp_path):
     wanted = {}
     for family in ("bert", "gpt2", "llama"):

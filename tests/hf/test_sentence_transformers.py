@@ -20,8 +20,8 @@ from linattn.hf.loading import default_folder
 from linattn.hf.sentence_transformers import LinearTransformer, save_pretrained
 from programs import TRANSFORMERS
 
-# The model is loaded once.
-pytestmark = pytest.mark.xdist_group("a sentence encoder")
+# The model is loaded once, and one process has what its program is forked after imported.
+pytestmark = pytest.mark.xdist_group("transformers")
 
 LOCAL = {"device": "cpu", "local_files_only": True}
 METHOD = "Expansion(num_centres=4) + window 16"

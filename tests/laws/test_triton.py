@@ -1,5 +1,5 @@
 """The kernels under laws, on a GPU, or else in Triton's interpreter, which has to be chosen before Triton is imported:
-each file of laws runs in a process of its own.
+files of laws run in processes of their own, two in each.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
     reason="Triton has no wheel for this platform",
 )
 FILES = sorted((Path(__file__).parent / "triton").glob("laws_*.py"))
+SHARES = [FILES[::2], FILES[1::2]]
 
 
 # Before anything has imported Triton.
@@ -35,11 +36,11 @@ sys.exit(pytest.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_laws_hold(path: Path, run_program) -> None:
+@pytest.mark.parametrize("paths", SHARES, ids=lambda paths: "-".join(path.stem for path in paths))
+def test_laws_hold(paths: list[Path], run_program) -> None:
     # What an interpreter computes in masked lanes overflows, and numpy says so.
     options = ["-x", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
-    done = run_program(PROGRAM, *options, path, int(not torch.cuda.is_available()))
+    done = run_program(PROGRAM, *options, *paths, int(not torch.cuda.is_available()))
     assert done.returncode == 0, done.stdout[-8000:]
 
 

@@ -337,6 +337,8 @@ def test_an_interrupt_while_the_page_is_written(run, tmp_path, monkeypatch):
     AUDIT.read(tmp_path / "out" / "audit.jsonl")
 
 
+# Beside the ranks, whose server is forked from.
+@pytest.mark.xdist_group("ranks")
 def test_a_real_interrupt(folder, prose, tmp_path):
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text(prose, encoding="utf-8")

@@ -164,6 +164,8 @@ def test_a_claim_that_does_not_exist(run):
     assert "no claim is called third" in result.output
 
 
+# Beside the ranks, whose server is forked from.
+@pytest.mark.xdist_group("ranks")
 def test_a_run_that_is_killed_goes_on(kept, tmp_path):
     words, file = ["reproduce", "--full", "--out", tmp_path / "out"], tmp_path / "out" / "claims.jsonl"
     for figures in (1, 4, 8):

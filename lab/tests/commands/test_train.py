@@ -18,8 +18,8 @@ from linattn.hf import LinearLMForCausalLM
 from linattn_lab.pretraining import from_documents, read_documents
 from linattn_lab.pretraining.scoring import score, windows
 
-# The folder is trained once.
-pytestmark = pytest.mark.xdist_group("a trained folder")
+# The folder is trained once, and commands are forked from the server of the ranks.
+pytestmark = pytest.mark.xdist_group("ranks")
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 SMALL = ["--layers", "2", "--width", "16", "--heads", "2", "--features", "8", "--context", "32", "--steps", "40"]
