@@ -221,6 +221,13 @@ CASES = tuple(
     for is_causal in (False, True)
     if not (is_causal and takes_statistics_from_the_call(name))
 )
+# Each map by each backend, in one of its directions each: a map's neighbours, of the same kind of fold, take turns. For
+# laws of what comes before a fold, or after it.
+PAIRED_CASES = tuple(
+    Case(name, backend, (number + place) % 2 == 1 and not takes_statistics_from_the_call(name))
+    for number, name in enumerate(MAPS)
+    for place, backend in enumerate(BACKENDS)
+)
 NONNEGATIVE_CASES = tuple(case for case in CASES if case.map_name in NONNEGATIVE_MAPS)
 
 

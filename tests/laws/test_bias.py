@@ -15,6 +15,7 @@ from grid import (
     BACKENDS,
     CASES,
     CAUSAL_MAPS,
+    PAIRED_CASES,
     Case,
     build,
     qkv,
@@ -26,16 +27,21 @@ from grid import (
 LENGTH = 21
 WINDOW_MAPS = ("FavorPlus", "Expansion", "Expansion-0", "Expansion-2", "Centred-Balanced-FavorPlus")
 WINDOWS = (4, 1)
-# Every map without a window, and maps of each kind of fold with one.
-PARTS = [(case, {}) for case in CASES]
-PARTS += [
+# Maps of each kind of fold with a window, and every map without one.
+WINDOW_PARTS = [
     (Case(name, backend, is_causal), {"window": window})
     for name in WINDOW_MAPS
     for backend in BACKENDS
     for is_causal in (False, True)
     for window in WINDOWS
 ]
-IDS = [f"{case}-{'-'.join(f'{k}{v}' for k, v in options.items())}" for case, options in PARTS]
+PARTS = [*((case, {}) for case in PAIRED_CASES), *WINDOW_PARTS]
+STREAMED = [(case, options) for case, options in [*((case, {}) for case in CASES), *WINDOW_PARTS] if case.is_causal]
+
+
+def named(part: Case | dict[str, int]) -> str:
+    """A part of a test's name."""
+    return "-".join(f"{k}{v}" for k, v in part.items()) if isinstance(part, dict) else str(part)
 
 
 def inputs(**sizes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -44,7 +50,7 @@ def inputs(**sizes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return query, key, value, tokens(*key.shape[:3], seed=5)
 
 
-@pytest.mark.parametrize(("case", "options"), PARTS, ids=IDS)
+@pytest.mark.parametrize(("case", "options"), PARTS, ids=named)
 def test_a_constant_changes_the_log_normaliser_alone(case: Case, options: dict[str, int]) -> None:
     query, key, value, bias = inputs()
     constant = torch.tensor([[300.0, -700.0]]).unsqueeze(-1)  # of each key/value head
@@ -58,7 +64,7 @@ def test_a_constant_changes_the_log_normaliser_alone(case: Case, options: dict[s
     torch.testing.assert_close(moved.log_normalizer, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
-@pytest.mark.parametrize(("case", "options"), PARTS, ids=IDS)
+@pytest.mark.parametrize(("case", "options"), PARTS, ids=named)
 def test_minus_infinity_is_a_masked_key(case: Case, options: dict[str, int]) -> None:
     """Whatever it holds, forward and backward."""
     fillings = torch.tensor([1e4, math.nan, math.inf]).repeat_interleave(2)
@@ -77,7 +83,7 @@ def test_minus_infinity_is_a_masked_key(case: Case, options: dict[str, int]) -> 
         assert found.isfinite().all()
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if not takes_statistics_from_the_call(c.map_name)], ids=str)
+@pytest.mark.parametrize("case", [c for c in PAIRED_CASES if not takes_statistics_from_the_call(c.map_name)], ids=str)
 def test_a_bias_of_log_n_is_n_copies(case: Case) -> None:
     query, key, value, bias = inputs()
     number, at = 3, 8
@@ -92,7 +98,7 @@ def test_a_bias_of_log_n_is_n_copies(case: Case) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("case", "options"), PARTS, ids=IDS)
+@pytest.mark.parametrize(("case", "options"), PARTS, ids=named)
 def test_gradients_reach_the_bias(case: Case, options: dict[str, int]) -> None:
     """Each derivative is that of finite differences; rows of a batch stand for the calls."""
     query, key, value, bias = inputs(batch=1, heads=2, kv_heads=2, num_queries=7, num_keys=7, value_dim=2)
@@ -114,7 +120,7 @@ def test_gradients_reach_the_bias(case: Case, options: dict[str, int]) -> None:
     torch.testing.assert_close(found, differences.T, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", PAIRED_CASES, ids=str)
 def test_one_bias_for_all_heads_is_that_of_each(case: Case) -> None:
     """Its gradient is the sum over the heads'."""
     query, key, value, bias = inputs()
@@ -127,11 +133,7 @@ def test_one_bias_for_all_heads_is_that_of_each(case: Case) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    ("case", "options"),
-    [(case, options) for case, options in PARTS if case.is_causal],
-    ids=[name for name, (case, _) in zip(IDS, PARTS, strict=True) if case.is_causal],
-)
+@pytest.mark.parametrize(("case", "options"), STREAMED, ids=named)
 def test_any_cut_gives_the_same(case: Case, options: dict[str, int]) -> None:
     """Biases that come and go: a chunk without one has bias 0."""
     *leaves, bias = inputs()

@@ -76,13 +76,14 @@ def check_rows(out: Tensor, alone: list[Tensor], tolerance: float, *, is_causal:
         assert not is_causal or (out[row, :, : own.start] == 0).all()
 
 
-@pytest.mark.parametrize("config", MERGED, ids=lambda config: config.label)
-def test_a_stream_with_merged_keys(config: MergedKV) -> None:
-    attend = by_merging(config)
-    for groups in (1, 4):
+@pytest.mark.parametrize("number", range(len(MERGED)), ids=lambda number: MERGED[number].label)
+def test_a_stream_with_merged_keys(number: int) -> None:
+    """In every cut; heads are grouped or not in turns, so that they meet every setting and every cut."""
+    attend = by_merging(MERGED[number])
+    for place, groups in enumerate((1, 4)):
         given, mask = padded(groups=groups)
         alone = each_alone(attend, given, is_causal=True)
-        for cuts in (CUTS[name] for name in CUTS if name != "tokens" or groups == 4):
+        for cuts in list(CUTS.values())[(number + place) % 2 :: 2]:
             out, _ = streamed(attend, given, mask, cuts)
             check_rows(out, alone, 1e-10, is_causal=True)
 
@@ -99,25 +100,24 @@ def test_so_it_is_in_every_backend(config: MergedKV, backend: str) -> None:
         check_rows(out, alone, TOLERANCE, is_causal=True)
 
 
-@pytest.mark.parametrize("map_name", CAUSAL_MAPS)
-def test_a_stream_with_a_window_beside_a_map(map_name: str) -> None:
-    for window, filling in zip((1, 4, 32), FILLINGS.values(), strict=True):
+@pytest.mark.parametrize(("number", "map_name"), list(enumerate(CAUSAL_MAPS)), ids=str)
+def test_a_stream_with_a_window_beside_a_map(number: int, map_name: str) -> None:
+    """In every cut of a map of each kind of fold; of others in two that take turns."""
+    for place, (window, filling) in enumerate(zip((1, 4, 32), FILLINGS.values(), strict=True)):
         attend, (given, mask) = by_map(build(map_name), window), padded(filling)
         alone = each_alone(attend, given, is_causal=True)
-        for cuts in CUTS if map_name in FOLDED else ("none first", "chunks"):
+        for cuts in CUTS if map_name in FOLDED else ("none first", "chunks")[(number + place) % 2 :][:1]:
             out, _ = streamed(attend, given, mask, CUTS[cuts])
             check_rows(out, alone, 1e-9, is_causal=True)
 
 
-@pytest.mark.parametrize("map_name", MAPS)
-def test_a_window_beside_a_map_with_every_key_in_view(map_name: str) -> None:
-    for window in (1, 4, 8, 32):
-        attend, alone = by_map(build(map_name), window), None
-        for filling in FILLINGS.values():
-            given, mask = padded(filling)
-            # What is masked is in no row of a text alone.
-            alone = alone or each_alone(attend, given)
-            check_rows(attend.rows(*given, key_mask=mask), alone, 1e-9, is_causal=False)
+@pytest.mark.parametrize(("number", "map_name"), list(enumerate(MAPS)), ids=str)
+def test_a_window_beside_a_map_with_every_key_in_view(number: int, map_name: str) -> None:
+    """With what fills the padding in turns, so that it meets every map and window."""
+    fillings = list(FILLINGS.values())
+    for place, window in enumerate((1, 4, 8, 32)):
+        attend, (given, mask) = by_map(build(map_name), window), padded(fillings[(number + place) % len(fillings)])
+        check_rows(attend.rows(*given, key_mask=mask), each_alone(attend, given), 1e-9, is_causal=False)
 
 
 KINDS = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import linattn
-from grid import CASES, CAUSAL_MAPS, Case, build, qkv, sums, tokens, total
+from grid import CAUSAL_MAPS, PAIRED_CASES, Case, build, qkv, sums, tokens, total
 
 FILLINGS = {"large": 1e4, "inf": float("inf"), "nan": float("nan")}
 REAL, PADDED = 11, 25
@@ -32,7 +32,7 @@ def padded(place: str, filling: float, real: Sequence[torch.Tensor]) -> tuple[li
     return full, mask
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", PAIRED_CASES, ids=str)
 def test_padding_is_inert(case: Case, blocks_of) -> None:
     """At each place, and with each filling, a row alone, and every pair of both in one batch."""
     blocks_of(8)
@@ -71,7 +71,7 @@ def with_gradients(case: Case, given: list[torch.Tensor], **options: torch.Tenso
     return (out, *torch.autograd.grad(read.square().sum(), leaves))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", PAIRED_CASES, ids=str)
 def test_a_row_that_sees_nothing_is_zero_with_zero_gradient(case: Case, blocks_of) -> None:
     blocks_of(8)
     leaves = [x.requires_grad_() for x in qkv(num_queries=20, num_keys=20)]

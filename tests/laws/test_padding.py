@@ -7,8 +7,8 @@ import torch
 
 import linattn
 from grid import (
-    CASES,
     MAPS,
+    PAIRED_CASES,
     Case,
     build,
     relative_error,
@@ -18,7 +18,7 @@ from linattn.feature_maps import expansion
 from padded_rows import FILLINGS, PLACES, REAL, padded, weights
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", PAIRED_CASES, ids=str)
 def test_a_row_beside_longer_ones_is_that_of_its_tokens(case: Case) -> None:
     tolerance = 1e-9 if case.build().nonnegative else 1e-7
     for place in PLACES:

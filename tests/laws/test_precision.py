@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import linattn
-from grid import BACKENDS, CASES, Case, build, qkv, relative_error, tokens
+from grid import BACKENDS, PAIRED_CASES, Case, build, qkv, relative_error, tokens
 from linattn.feature_maps import FeatureMap, features
 from linattn.positions import relative_bias_attention
 
@@ -30,7 +30,7 @@ def test_sums_over_65k_tokens_do_not_stagnate(map_name: str, is_causal: bool, dt
     assert found.dtype == dtype
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", PAIRED_CASES, ids=str)
 def test_autocast_changes_nothing(case: Case) -> None:
     query, key, value = qkv(dtype=torch.float32)
     plain = case.attend(query, key, value, case.build())
@@ -79,7 +79,7 @@ def test_autocast_changes_no_exact_attention(num_queries: int, is_causal: bool, 
     assert torch.equal(plain, cast)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", PAIRED_CASES, ids=str)
 def test_autocast_takes_mixed_dtypes_in_the_widest(case: Case) -> None:
     """Rotary positions leave queries and keys in float32 beside values in bfloat16."""
     query, key, value = qkv(dtype=torch.float32)

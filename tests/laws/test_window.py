@@ -18,6 +18,7 @@ from grid import (
     NONNEGATIVE_MAPS,
     SOFTMAX_MAPS,
     build,
+    in_turns,
     qkv,
     relative_error,
     takes_statistics_from_the_call,
@@ -122,11 +123,14 @@ def in_place(
     return weights / torch.where(total == 0, 1, total) @ value.repeat_interleave(groups, 1)
 
 
-@pytest.mark.parametrize(("length", "masked"), [(2, True), (3, False), (37, True), (64, False)])
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("name", MAPS)
-def test_float64_equals_the_definition(name: str, window: int, length: int, masked: bool, blocks_of) -> None:
+# Numbers of tokens, and whether some are masked: in turns, so that any two of map, window and text meet.
+TEXTS = ((2, True), (3, False), (37, True), (64, False))
+
+
+@pytest.mark.parametrize(("name", "window", "text"), in_turns(MAPS, WINDOWS, TEXTS), ids=str)
+def test_float64_equals_the_definition(name: str, window: int, text: tuple[int, bool], blocks_of) -> None:
     blocks_of(min(max(window, 8), 64))
+    length, masked = text
     query, key, value = qkv(num_queries=length, num_keys=length, scale=1.5)
     mask = torch.rand(2, length, generator=torch.Generator().manual_seed(1)) > 0.3 if masked else None
     for causal in (False, True):
