@@ -75,7 +75,7 @@ def test_weights_are_those_of_keys_and_their_mean() -> None:
 def test_what_is_masked_leaves_nothing(config: MergedKV) -> None:
     """A row that sees no key is 0, and later ones are as if the stream began with them, whenever that comes."""
     given = qkv(**SIZES)
-    for length in (94, 95, 96):
+    for length in (42, 43, 44):
         masked = torch.zeros(2, length, dtype=torch.bool)
         none = linattn.merged_attention_with_state(
             *(x[:, :, :length] + 3 for x in given), config, enable_gqa=True, key_mask=masked
@@ -88,14 +88,17 @@ def test_what_is_masked_leaves_nothing(config: MergedKV) -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("config", FEW, ids=str)
-def test_a_stream_may_be_cut_anywhere(config: MergedKV, masked: bool) -> None:
-    """Codes are the same however often they are read and written; a dozen merges show what more of them do."""
-    length = 65
+@pytest.mark.parametrize("number", range(len(FEW)), ids=lambda number: str(FEW[number]))
+def test_a_stream_may_be_cut_anywhere(number: int, masked: bool) -> None:
+    """Codes are the same however often they are read and written; a dozen merges show what more of them do.
+
+    Tokens are masked or not in turns, so that each cut meets both, and every setting.
+    """
+    config, length = FEW[number], 65
     given = [x[:, :, :length] for x in qkv(**SIZES)]
     mask = torch.rand(2, length, generator=torch.Generator().manual_seed(2)) > 0.2 if masked else None
     whole = attend(*given, config, key_mask=mask)
-    for cuts in ([1], [8], [5, 6, 7, 30], list(range(1, length))):
+    for cuts in ([1], [8], [5, 6, 7, 30], list(range(1, length)))[(number + masked) % 2 :: 2]:
         state, outs = None, []
         for start, stop in itertools.pairwise([0, *cuts, length]):
             piece = [x[:, :, start:stop] for x in given]

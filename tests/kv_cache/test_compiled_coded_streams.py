@@ -32,10 +32,13 @@ def measured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 BIASES = ("none", "masks", "biases", "heads")
 
 
-# Each setting with two of the four biases.
+# Each setting measured in both ways, with a bias in each; each bias measured in both ways.
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize(
-    ("config", "bias"), [(x, BIASES[(2 * i + i // 2 + j) % 4]) for i, x in enumerate(CONFIGS) for j in (0, 1)], ids=str
+    ("measured", "config", "bias"),
+    [(most, x, BIASES[(2 * i + i // 2 + j) % 4]) for i, x in enumerate(CONFIGS) for j, most in enumerate((256, 8))],
+    ids=str,
+    indirect=["measured"],
 )
 def test_it_is_what_plain_torch_is(config: MergedKV, bias: str) -> None:
     """Which keys are merged, and what is kept, to the bit."""
