@@ -48,10 +48,22 @@ def test_every_map_in_both_directions_on_any_parts(on_ranks, number):
         check(on_ranks, [call], number + index, SIZES[(number + index) % 3 :][:1])
 
 
-@pytest.mark.parametrize("backend", ["reference", "blocked"])
-@pytest.mark.parametrize("name", ["FavorPlus", "Relu", "Expansion"])
-def test_named_backends_and_all_layouts(on_ranks, name, backend):
-    check(on_ranks, [Whole(name, is_causal=is_causal, backend=backend) for is_causal in (True, False)])
+def in_turn(number: int) -> tuple[int, ...]:
+    """One of the numbers of ranks."""
+    return SIZES[number % 3 :][:1]
+
+
+BY_NAME = list(product(["FavorPlus", "Relu", "Expansion"], ["reference", "blocked"]))
+
+
+@pytest.mark.parametrize("number", range(len(BY_NAME)), ids=lambda number: "-".join(BY_NAME[number]))
+def test_named_backends_and_all_layouts(on_ranks, number):
+    """Each direction on numbers of ranks that take turns."""
+    name, backend = BY_NAME[number]
+    for place, is_causal in enumerate((True, False)):
+        check(
+            on_ranks, [Whole(name, is_causal=is_causal, backend=backend)], sizes=in_turn(number + number // 3 + place)
+        )
 
 
 @pytest.mark.parametrize("backend", ["reference", "blocked"])
@@ -76,18 +88,25 @@ def test_windows_on_all_layouts(on_ranks, is_causal):
     check(on_ranks, [Whole("FavorPlus", is_causal, "bias", window=4)])
 
 
-@pytest.mark.parametrize("weights", ["gates", "input gates"])
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("name", ["FavorPlus", "Expansion"])
-def test_gates_of_a_rank_make_what_came_before_fade(on_ranks, name, weights, window):
-    check(on_ranks, [Whole(name, weights=weights, window=window)])
+GATED = list(product(["FavorPlus", "Expansion"], [None, 4], ["gates", "input gates"]))
 
 
-@pytest.mark.parametrize("backend", ["reference", "blocked"])
-@pytest.mark.parametrize("name", ["FavorPlus", "Relu", "Expansion", "LearnedExponential"])
-def test_gates_of_a_rank_in_float32(on_ranks, name, backend):
-    """Gates' sums are in float64, whatever the tokens are in."""
-    check(on_ranks, [Whole(name, weights="input gates", backend=backend, dtype=torch.float32)])
+@pytest.mark.parametrize(("number", "call"), list(enumerate(GATED)), ids=str)
+def test_gates_of_a_rank_make_what_came_before_fade(on_ranks, number, call):
+    """Numbers of ranks take turns, so that each meets each map, window and kind of gate."""
+    name, window, weights = call
+    check(on_ranks, [Whole(name, weights=weights, window=window)], sizes=in_turn(number))
+
+
+NARROW = list(product(["FavorPlus", "Relu", "Expansion", "LearnedExponential"], ["reference", "blocked"]))
+
+
+@pytest.mark.parametrize(("number", "call"), list(enumerate(NARROW)), ids=str)
+def test_gates_of_a_rank_in_float32(on_ranks, number, call):
+    """Gates' sums are in float64, whatever the tokens are in; each number of ranks meets both backends."""
+    name, backend = call
+    whole = Whole(name, weights="input gates", backend=backend, dtype=torch.float32)
+    check(on_ranks, [whole], sizes=in_turn(number))
 
 
 @pytest.mark.parametrize("weights", ["none", "mask", "bias", "gates", "input gates"])
