@@ -27,7 +27,10 @@ class Groups(LoadGroupScheduling):
 
 
 def tell_less(config: pytest.Config) -> None:
-    """Have a worker leave out that a test begins, and that what surrounds it passed: half of all it sends."""
+    """Have a worker leave out that a test begins, and that what surrounds it passed: half of all it sends.
+
+    Nor are keywords of tests sent, which nothing asks for there, and most of what a report is.
+    """
     # A worker is sent the text of xdist's module, and its classes are of no module that can be imported.
     (worker,) = (x for x in config.pluginmanager.get_plugins() if type(x).__name__ == "WorkerInteractor")
     send = worker.sendevent
@@ -35,6 +38,8 @@ def tell_less(config: pytest.Config) -> None:
     def chosen(name: str, **options: Any) -> None:
         """Send what is shown or counted."""
         around = name == "testreport" and options["data"]["when"] != "call"
+        if name == "testreport":
+            options["data"]["keywords"] = {}
         if name != "logstart" and not (around and options["data"]["outcome"] == "passed"):
             send(name, **options)
 
