@@ -42,13 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
         tell_less(config)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        import torch.fx
-
-        # Small tensors: one thread, from the first map on.
+        # Torch on one thread, from the first map on.
         import grid  # noqa: F401
-
-        # A quarter of the time of exporting a model would go into where each of its operations was written.
-        torch.fx.config.do_not_emit_stack_traces = True
 
 
 def pytest_collection_finish() -> None:

@@ -35,6 +35,11 @@ def check(on_ranks, calls: list[Whole], which: int | None = None, sizes: tuple[i
                 assert max(found.values()) <= bound, (size, lengths, rank, call, found)
 
 
+def in_turn(number: int) -> tuple[int, ...]:
+    """One of the numbers of ranks."""
+    return SIZES[number % 3 :][:1]
+
+
 ADDED = tuple(name for name in MAPS if not takes_statistics_from_the_call(name))
 WINDOWED = tuple(name for name in ADDED if name in SOFTMAX_MAPS and build(name).positive_normalizer)
 
@@ -46,11 +51,6 @@ def test_every_map_in_both_directions_on_any_parts(on_ranks, number):
     calls = [Whole(name), Whole(name, is_causal=False, weights="mask"), Whole(name, weights="bias")]
     for index, call in enumerate(calls):
         check(on_ranks, [call], number + index, SIZES[(number + index) % 3 :][:1])
-
-
-def in_turn(number: int) -> tuple[int, ...]:
-    """One of the numbers of ranks."""
-    return SIZES[number % 3 :][:1]
 
 
 BY_NAME = list(product(["FavorPlus", "Relu", "Expansion"], ["reference", "blocked"]))
@@ -76,10 +76,10 @@ def test_ranks_without_keys_to_send_answer_gradients_that_others_wait_for(on_ran
 
 @pytest.mark.parametrize("number", range(len(WINDOWED)), ids=WINDOWED)
 def test_windows(on_ranks, number):
-    """Each map on each number of ranks, two of them with one window and one with another."""
-    name, first = WINDOWED[number], number % 3
-    check(on_ranks, [Whole(name, number % 2 == 0, window=4)], number, SIZES[:first] + SIZES[first + 1 :])
-    check(on_ranks, [Whole(name, number % 2 == 1, "mask", window=2)], number + 1, SIZES[first:][:1])
+    """Each map with one window on one number of ranks, and with another on another, which maps take in turns."""
+    name = WINDOWED[number]
+    check(on_ranks, [Whole(name, number % 2 == 0, window=4)], number, in_turn(number))
+    check(on_ranks, [Whole(name, number % 2 == 1, "mask", window=2)], number + 1, in_turn(number + 1 + number // 3 % 2))
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
