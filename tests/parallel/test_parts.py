@@ -91,20 +91,20 @@ def test_windows_on_all_layouts(on_ranks, is_causal):
 GATED = list(product(["FavorPlus", "Expansion"], [None, 4], ["gates", "input gates"]))
 
 
-@pytest.mark.parametrize(("number", "call"), list(enumerate(GATED)), ids=str)
-def test_gates_of_a_rank_make_what_came_before_fade(on_ranks, number, call):
+@pytest.mark.parametrize("number", range(len(GATED)), ids=lambda number: "-".join(map(str, GATED[number])))
+def test_gates_of_a_rank_make_what_came_before_fade(on_ranks, number):
     """Numbers of ranks take turns, so that each meets each map, window and kind of gate."""
-    name, window, weights = call
+    name, window, weights = GATED[number]
     check(on_ranks, [Whole(name, weights=weights, window=window)], sizes=in_turn(number))
 
 
 NARROW = list(product(["FavorPlus", "Relu", "Expansion", "LearnedExponential"], ["reference", "blocked"]))
 
 
-@pytest.mark.parametrize(("number", "call"), list(enumerate(NARROW)), ids=str)
-def test_gates_of_a_rank_in_float32(on_ranks, number, call):
+@pytest.mark.parametrize("number", range(len(NARROW)), ids=lambda number: "-".join(NARROW[number]))
+def test_gates_of_a_rank_in_float32(on_ranks, number):
     """Gates' sums are in float64, whatever the tokens are in; each number of ranks meets both backends."""
-    name, backend = call
+    name, backend = NARROW[number]
     whole = Whole(name, weights="input gates", backend=backend, dtype=torch.float32)
     check(on_ranks, [whole], sizes=in_turn(number))
 
