@@ -89,3 +89,11 @@ def test_keys_are_read_once_larger_ones_have_faded(
     found, expected = (followed(inputs, feature_map, backend, (LENGTH,)) for backend in ("blocked", "reference"))
     assert_close(found, expected)
     assert_close([x[:, :, 200:] for x in found], [x[:, :, 200:] for x in expected])
+
+
+def test_values_may_have_no_width() -> None:
+    query, key, value = tokens(1.0)
+    inputs = query, key, value[..., :0]
+    for kind in ("weak", "strong", "every strength"):
+        out = linattn.linear_attention(*inputs, MAPS[0], is_causal=True, key_bias=biases(kind))
+        assert out.shape == inputs[2].shape

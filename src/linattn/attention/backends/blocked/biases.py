@@ -88,15 +88,15 @@ class Biases(NamedTuple):
     def fade_(self, scores: Tensor) -> Tensor:
         """Weigh scores (B·H, G·n, n) by row and key, in place."""
         if self.pairs is not None:
-            scores.view(*self.pairs.shape[:2], -1, *self.pairs.shape[2:]).mul_(self.pairs.unsqueeze(2))
+            scores.unflatten(1, (-1, scores.shape[-1])).mul_(self.pairs.flatten(0, 1).unsqueeze(1))
         return scores
 
     def of_past(self, rows: Tensor) -> Tensor:
         """Rows (B·H, G·n, ·) times what the sums before are worth to them."""
         if self.past is None:
             return rows
-        parts = rows.view(*self.past.shape[:2], -1, self.past.shape[2], rows.shape[-1])
-        return (parts * self.past[:, :, None, :, None]).view(rows.shape)
+        past = self.past.flatten(0, 1)[:, None, :, None]
+        return (torch.unflatten(rows, 1, (-1, past.shape[2])) * past).view(rows.shape)
 
     def beside(self, num: Tensor, den: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Rows whose exponents have the biases again; None for 0."""

@@ -30,13 +30,7 @@ from linattn.attention.backends.blocked.blocks import (
     exponential_,
     num_blocks,
 )
-from linattn.attention.backends.blocked.grouped import (
-    BlockState,
-    GroupedGradients,
-    GroupedRows,
-    Loaded,
-    TokenGradients,
-)
+from linattn.attention.backends.blocked.grouped import BlockState, GroupedGradients, GroupedRows, Loaded, TokenGradients
 from linattn.attention.backends.blocked.jumps import Split, safe_heads, split, split_gradients, split_rows
 from linattn.attention.backends.blocked.records import Causal, CausalOutputs, Gradients, KeyGradients, Saved, SavedRows
 from linattn.attention.sums import Sums
