@@ -198,9 +198,12 @@ def _run(model: PreTrainedModel, inputs: Inputs) -> Calls | Exception:
 
 
 def _outputs(model: PreTrainedModel, inputs: Inputs) -> list[Tensor]:
-    """All floating tensors that a pass gives; random numbers go on as if it had drawn none."""
+    """Floating tensors that a pass gives, but attention weights; random numbers go on as if it had drawn none."""
     with torch.random.fork_rng(sorted({x.device.index for x in model.parameters() if x.device.type == "cuda"})):
-        return [x for x in pytree.tree_leaves(model(**inputs)) if isinstance(x, Tensor) and x.is_floating_point()]
+        output = model(**inputs)
+    # Attention functions differ in whether they give weights, which tuples do not name.
+    parts = [x for name, x in output.items() if "attentions" not in name] if isinstance(output, Mapping) else output[0]
+    return [x for x in pytree.tree_leaves(parts) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def _run_with_cache(

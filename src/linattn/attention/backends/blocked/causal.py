@@ -50,10 +50,9 @@ class JointRows:
         self.map, self.query, self.span, self.space = feature_map, inputs.query, span, Workspace(inputs.S)
         self.keys, self.groups = features.KeyBlocks(feature_map, inputs, self.space), inputs.query.shape[2]
 
-    def advance(self, block: slice, state: Running) -> tuple[Tensor, Tensor, Tensor | None]:
+    def advance(self, block: slice, state: Running, loaded: Loaded) -> tuple[Tensor, Tensor, Tensor | None]:
         """Num (B·H, G·n, Dv), den (B·H, G·n, 1) and its exponent (B, H, G·n), None for 0; the block is folded in."""
-        space, loaded = self.space, self.load(block, state)
-        keys, c, safe, biases = loaded
+        space, (keys, c, safe, biases) = self.space, loaded
         x, values, apart = features.query_rows(self.query, block, space), self.keys.values(block), None
         if self.sees_sums_alone(block):
             rows = features.read_queries(self.map, x, self.keys.base(state.m), space, partial(self._sums, state))
@@ -340,7 +339,7 @@ def sweep(feature_map: FeatureMap, inputs: Causal, span: int, checkpoints: Sums 
         if checkpoints is not None and index and index % SEGMENT == 0:
             for target, now in zip(checkpoints, state.views(), strict=True):
                 target[:, index // SEGMENT - 1] = now
-        records.store_rows(rows, block, *fold.advance(block, state))
+        records.store_rows(rows, block, *fold.advance(block, state, fold.load(block, state)))
     return rows, state.sums()
 
 

@@ -214,16 +214,15 @@ class GroupedRows:
         self.map, self.query, self.span, self.space = feature_map, inputs.query, span, Workspace(inputs.S)
         self.keys = features.KeyBlocks(feature_map, inputs, self.space)
 
-    def advance(self, block: slice, state: Running) -> tuple[Tensor, Tensor, Tensor]:
+    def advance(self, block: slice, state: Running, loaded: Loaded) -> tuple[Tensor, Tensor, Tensor]:
         """Num (B, H, G·n, Dv), den and its exponent (B, H, G·n); the block is folded in."""
         tokens = self.tokens(block)
         block_rows = rows(self.map, tokens, self.span, state.views())
-        loaded = self.load(block, state, tokens.key)
         state.rescale(loaded.c)
         state.fold_in(loaded.keys.relative_to(loaded.c), tokens.value)
         return block_rows
 
-    def load(self, block: slice, state: Running, x: Tensor, slot: str = "") -> Loaded:
+    def load(self, block: slice, state: Running, x: Tensor | None = None, slot: str = "") -> Loaded:
         """A block's keys."""
         keys = self.keys.features(block, state.m, x, slot)
         return Loaded(keys, keys.peak(state.m))
