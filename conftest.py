@@ -7,6 +7,7 @@ import logging
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -43,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
         tell_less(config)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         # Torch on one thread, from the first map on.
-        import grid  # noqa: F401
+        import_module("grid")
 
 
 def pytest_collection_finish() -> None:

@@ -128,4 +128,32 @@ FAULTS = (
         "grad_phi_k.sum(-1)",
         RISING,
     ),
+    Fault(
+        "let rows of spans see the largest bias of their own",
+        BLOCKED + "biases.py",
+        "place // span * span if span else place + 1",
+        "place + 1",
+        RISING,
+    ),
+    Fault(
+        "keep biases apart where a feature of the sums is far below the keys'",
+        BLOCKED + "biases.py",
+        "((fall < limit) | (z == 0).all(-1))",
+        "True",
+        RISING,
+    ),
+    Fault(
+        "cut heads whose biases are not within their exponents",
+        BLOCKED + "causal.py",
+        "safe if safe is None else safe | how.apart",
+        "safe",
+        RISING,
+    ),
+    Fault(
+        "move sums far along a text to exponents that their level rounds",
+        BLOCKED + "causal.py",
+        "c = peak if peak is state.m else coarse(peak)",
+        "c = peak",
+        RISING,
+    ),
 )

@@ -12,8 +12,7 @@ from linattn import MergedKV
 from linattn.hf import BoundedCache, StateCache, linearize_, stream_tokens
 
 # What a GPU computes only a GPU shows; on the CPU these would compare a model with itself.
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 GPU = "cuda"
 TIERS = MergedKV(2, 6, bits=4, num_sinks=1, coded=((5, 4), (6, 3)))
 MASK = torch.ones_like(IDS)

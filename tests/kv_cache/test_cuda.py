@@ -14,8 +14,7 @@ from grid import qkv, relative_error
 from linattn import MergedKV, MergedState
 
 # What a GPU computes only a GPU shows; laws/test_devices.py holds the devices of tensors everywhere.
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 GPU, LENGTH = "cuda", 149
 SIZES = {"num_queries": LENGTH, "num_keys": LENGTH, "head_dim": 16, "value_dim": 12}
 CONFIGS = (

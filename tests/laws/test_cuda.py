@@ -11,8 +11,7 @@ from grid import CASES, CAUSAL_MAPS, SOFTMAX_MAPS, Case, build, qkv, relative_er
 from layers import LAYERS, hybrid, text, tokens
 
 # What a GPU computes only a GPU shows; test_devices.py holds the devices of tensors everywhere.
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 GPU = "cuda"
 # Sums of roundings in another order: so many times that of one number.
 ROUNDINGS = 40

@@ -8,7 +8,10 @@ from torch import Tensor
 
 import linattn
 from linattn.attention.backends.blocked import blocks
+from linattn.attention.backends.blocked.causal import sweep
+from linattn.attention.backends.blocked.records import Causal
 from linattn.feature_maps import EluPlusOne, Exponential, FavorPlus, FeatureMap, LearnedExponential, Relu
+from linattn.feature_maps.base import features
 
 LENGTH, WIDTH = 300, 8
 MAPS = (
@@ -18,6 +21,8 @@ MAPS = (
     EluPlusOne(WIDTH),
     Relu(WIDTH, floor=0.0),
 )
+LARGE = LearnedExponential(WIDTH, 16).requires_grad_(False)
+LARGE.of_key.bias += 40  # features of keys e^40 times larger, above what begins
 # Exponents of up to 2^7 are rounded to 2^-17, and gradients are differences of a few such terms.
 ERROR = 2.0**-14
 
@@ -89,6 +94,47 @@ def test_keys_are_read_once_larger_ones_have_faded(
     found, expected = (followed(inputs, feature_map, backend, (LENGTH,)) for backend in ("blocked", "reference"))
     assert_close(found, expected)
     assert_close([x[:, :, 200:] for x in found], [x[:, :, 200:] for x in expected])
+
+
+@pytest.mark.parametrize("feature_map", MAPS, ids=lambda x: type(x).__name__)
+def test_as_exact_far_along_a_text(feature_map: FeatureMap) -> None:
+    """Biases of 2^16 have steps of 2^-8 in float32; what they are beside each other is as exact as near 0."""
+    query, key, value = tokens(1.0)
+    if isinstance(feature_map, Exponential):
+        key[:, :, 50] += 24 * WIDTH**0.5  # features e^24 times larger, to which exponents move
+    inputs = [query, key, value, biases("every strength") + 2.0**16]
+    found, expected = (followed(inputs, feature_map, backend, (140, 160)) for backend in ("blocked", "reference"))
+    assert_close(found, expected)
+
+
+def test_rows_read_sums_far_below_the_keys_after_them() -> None:
+    """Masked keys begin the second block; the first one's have a feature of e^-100, which queries weigh by e^150."""
+    query, key, value = tokens(1.0)
+    query[..., 0] += 150 * WIDTH**0.5
+    key[:, :, :128, 0] -= 100 * WIDTH**0.5
+    bias = biases("weak")
+    bias[..., 128:134] = -torch.inf
+    found, expected = (
+        followed([query, key, value, bias], Exponential(WIDTH), backend, (LENGTH,))
+        for backend in ("blocked", "reference")
+    )
+    assert_close([found[0][:, :, 128:134]], [expected[0][:, :, 128:134]])
+
+
+@pytest.mark.parametrize("kind", ["weak", "strong", "every strength", "falling"])
+@pytest.mark.parametrize("feature_map", [*MAPS[:2], LARGE], ids=["FavorPlus", "LearnedExponential", "large"])
+def test_as_exact_where_rows_see_earlier_spans_alone(feature_map: FeatureMap, kind: str) -> None:
+    """As beside a window, by the definition: w_ij = φ(q_i)·φ(k_j)·exp(b_j), relative to the largest b_j that i sees."""
+    query, key, value = tokens(1.0)
+    key[:, 3] *= 6  # far from its exponents, which other heads are not
+    bias, span = 5 * biases(kind), torch.arange(LENGTH) // 8
+    sums = linattn.State.empty(feature_map, batch_size=1, num_heads=4, value_dim=WIDTH).sums
+    found, _ = sweep(feature_map, Causal(query.unsqueeze(2), key, value, *sums, bias), 8)
+    phi_q, phi_k = (features(feature_map, x.double(), side) for x, side in ((query, "query"), (key, "key")))
+    seen = torch.where(span.unsqueeze(-1) > span, bias.double().unsqueeze(-2), -torch.inf)[..., 8:, :]
+    weights = (phi_q[..., 8:, :] @ phi_k.mT) * (seen - seen.amax(-1, keepdim=True)).exp()
+    expected = weights @ value.double() / weights.sum(-1, keepdim=True)
+    assert_close([found.out[:, :, 0, 8:].double()], [expected])
 
 
 def test_values_may_have_no_width() -> None:

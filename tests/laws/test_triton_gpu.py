@@ -11,8 +11,7 @@ from grid import relative_error
 from linattn.feature_maps import FavorPlus, FeatureMap
 
 # Races, real sizes and addresses beyond 2**31 do not exist in the interpreter, which runs the laws everywhere else.
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
 def tokens(length: int, width: int, dtype: torch.dtype, *, batch: int = 2, heads: int = 4) -> list[Tensor]:
