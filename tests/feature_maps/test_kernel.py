@@ -95,6 +95,15 @@ def test_exact_kernels(name: str) -> None:
     assert features(feature_map, q, "query").shape == (2, 3, 5, feature_map.num_features)
 
 
+@pytest.mark.parametrize("degree", [20, 21, 67, 100])
+@pytest.mark.parametrize("constant", [0.0, 0.5])
+def test_powers_whose_factors_are_beyond_int64(degree: int, constant: float) -> None:
+    feature_map = TensorPolynomial(1, degree=degree, constant=constant, scale=1.0)
+    q, k = torch.tensor([[0.9], [-1.1]], dtype=torch.float64), torch.tensor([[1.2]], dtype=torch.float64)
+    size = features(feature_map, q, "query").abs() @ features(feature_map, k, "key").abs().mT
+    assert ((gram(feature_map, q, k) - (q @ k.mT + constant) ** degree).abs() <= 1e-12 * size).all()
+
+
 @pytest.mark.parametrize(
     ("feature_map", "count"),
     [

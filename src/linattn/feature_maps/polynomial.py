@@ -6,7 +6,9 @@ feature_maps/__init__.py, p degree.
 """
 
 import math
-from itertools import combinations_with_replacement, pairwise
+from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations_with_replacement
 from typing import final
 
 import torch
@@ -20,7 +22,7 @@ class MonomialMap(UncastBuffers, FeatureMap):
     """All monomials of one degree in the scaled coordinates and, if `constant` > 0, in one constant coordinate."""
 
     index: Tensor
-    multiplicity: Tensor
+    squares: Tensor
 
     def __init__(self, head_dim: int, degree: int, constant: float, scale: float | None) -> None:
         check_count("head_dim", head_dim)
@@ -31,10 +33,10 @@ class MonomialMap(UncastBuffers, FeatureMap):
         self.scale = temperature(scale, head_dim)
         self.nonnegative = degree % 2 == 0
         monomials = list(combinations_with_replacement(range(num_variables), degree))
-        index = torch.tensor(monomials, device="cpu").mT.contiguous()
-        # Integers, which no cast of the module to half precision can round.
-        self.register_buffer("index", index, persistent=False)
-        self.register_buffer("multiplicity", _multinomials(index), persistent=False)
+        self.register_buffer("index", torch.tensor(monomials, device="cpu").mT.contiguous(), persistent=False)
+        # Of each monomial's factor; beyond int64 from degree 67 on.
+        squares = torch.tensor([_multinomial(one) for one in monomials], dtype=torch.float64, device="cpu")
+        self.register_buffer("squares", squares, persistent=False)
         self._derive_from_buffers()
 
     def query(self, x: Tensor) -> Tensor:
@@ -53,15 +55,11 @@ class MonomialMap(UncastBuffers, FeatureMap):
             phi.mul_(rows.index_select(-2, column))
         return phi.mul_(self._factors[x.dtype][0]).mT
 
-    def _squared_factors(self) -> Tensor:
-        """The square of each monomial's factor, (R,), in float64."""
-        return self.multiplicity.double()
-
     def _derive_from_buffers(self) -> None:
         """The factor of each monomial, (R, 1), for the dtypes it is used with, so that a call computes none."""
         super()._derive_from_buffers()
         with torch.inference_mode(False):
-            self._factors = in_both_dtypes(self._squared_factors().sqrt().unsqueeze(-1))
+            self._factors = in_both_dtypes(self.squares.sqrt().unsqueeze(-1))
 
     def _logits(self, q: Tensor, k: Tensor) -> Tensor:
         """scale·q·k in float64: (..., Lq, Lk)."""
@@ -143,6 +141,9 @@ class Taylor(MonomialMap):
         if type(order) is not int or order not in (1, 2):
             raise ValueError(f"order must be 1 or 2, got {order!r}; for higher powers use TensorPolynomial")
         super().__init__(head_dim, order, 1.0, scale)
+        # At order 2 (1 + t)² has the terms 1, 2t and t²; wanted are 1, t and t²/2: halve all but the first monomial.
+        self.squares[1:] /= order
+        self._derive_from_buffers()
 
     @property
     def order(self) -> int:
@@ -154,21 +155,7 @@ class Taylor(MonomialMap):
         t = self._logits(q, k)
         return 1 + t if self.order == 1 else 1 + t + t.square() / 2
 
-    def _squared_factors(self) -> Tensor:
-        """The square of each monomial's factor, (R,), in float64."""
-        squares = super()._squared_factors()
-        if self.order == 2:
-            # (1 + t)² has the terms 1, 2t and t²; wanted are 1, t and t²/2: halve all but the first monomial.
-            squares[1:] /= 2
-        return squares
 
-
-def _multinomials(index: Tensor) -> Tensor:
-    """p!/α! of each monomial, from its sorted indices (p, R)."""
-    degree = index.shape[0]
-    run = torch.ones_like(index[0])
-    factorials = torch.ones_like(run)
-    for previous, column in pairwise(index):
-        run = torch.where(column == previous, run + 1, 1)
-        factorials = factorials * run
-    return math.factorial(degree) // factorials
+def _multinomial(monomial: Sequence[int]) -> int:
+    """p!/α! of a monomial, the numbers of its p factors."""
+    return math.factorial(len(monomial)) // math.prod(map(math.factorial, Counter(monomial).values()))
