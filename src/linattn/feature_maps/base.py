@@ -261,9 +261,12 @@ class FeatureMap(nn.Module, ABC):
         """Exponents of an exponential map as products and a term of each row; None where they are not of that form."""
         return None
 
-    @abstractmethod
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
-        """The kernel that φ(q)·φ(k) equals, or estimates without bias: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
+        """The kernel that φ(q)·φ(k) equals, or estimates without bias: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk).
+
+        φ(q)·φ(k) itself, in float64, unless overridden, as by maps that estimate another kernel or equal a simpler one.
+        """
+        return torch.matmul(features(self, q.double(), "query"), features(self, k.double(), "key").mT)
 
     def call_tensors(
         self, query: Tensor, key: Tensor, *, key_mask: Tensor | None, is_causal: bool

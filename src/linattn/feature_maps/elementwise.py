@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps.arguments import check_count, check_number
-from linattn.feature_maps.base import FeatureMap, features
+from linattn.feature_maps.base import FeatureMap
 
 
 class ElementwiseMap(FeatureMap):
@@ -20,10 +20,6 @@ class ElementwiseMap(FeatureMap):
 
     def __init__(self, head_dim: int) -> None:
         super().__init__(head_dim, head_dim)
-
-    def kernel(self, q: Tensor, k: Tensor) -> Tensor:
-        """φ(q)·φ(k) in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
-        return torch.matmul(features(self, q.double(), "query"), features(self, k.double(), "key").mT)
 
 
 @final

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.feature_maps.arguments import check_count, check_seed, temperature
-from linattn.feature_maps.base import FeatureMap, features
+from linattn.feature_maps.base import FeatureMap
 from linattn.feature_maps.powers import add_multiplied_, squared_length
 from linattn.feature_maps.random_base import draw_projection
 from linattn.softmax.precision import LOG2_E
@@ -158,10 +158,6 @@ class LearnedMap(FeatureMap):
     def key_vjp(self, x: Tensor, grad: Tensor) -> Tensor:
         """By products, where the parameters are frozen."""
         return self.of_key.pull(x, grad)
-
-    def kernel(self, q: Tensor, k: Tensor) -> Tensor:
-        """φ(q)·φ(k) in float64, by the weights as they are: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
-        return torch.matmul(features(self, q.double(), "query"), features(self, k.double(), "key").mT)
 
 
 @final

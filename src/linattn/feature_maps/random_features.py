@@ -52,7 +52,9 @@ class ExponentialEstimator(SoftmaxEstimator):
         """Exponents of the features: (..., L, D) -> (..., L, R)."""
         x, weights = self._operands(x)
         # In place: the product is nobody else's.
-        return self._shifted_(torch.matmul(x, weights), x, weights)
+        exponents = torch.matmul(x, weights).sub_(self._half_square(x, -self._constant()))
+        constants = self._own_constants(weights)
+        return exponents if constants is None else exponents.add_(constants)
 
     def write_query_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
         """In one product, which all terms are added to; W is multiplied by log₂e beforehand."""
@@ -92,11 +94,6 @@ class ExponentialEstimator(SoftmaxEstimator):
         """Forget the exponents taken apart."""
         super()._prepare()
         self._powers = {}
-
-    def _shifted_(self, exponents: Tensor, x: Tensor, weights: Tensor) -> Tensor:
-        """W·x̃ - |x̃|²/2 + b, written over W·x̃."""
-        exponents, constants = exponents.sub_(self._half_square(x, -self._constant())), self._own_constants(weights)
-        return exponents if constants is None else exponents.add_(constants)
 
     def _own_constants(self, weights: Tensor) -> Tensor | None:
         """The part of b that differs between features, (1, R) or (H, 1, R) in the weights' dtype; None for nothing."""
