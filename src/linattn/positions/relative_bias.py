@@ -199,7 +199,8 @@ class Columns:
         self._map, self._tokens, self.num_features = bound.swapped, tokens, bound.feature_map.num_features
         with torch.no_grad():
             self._peak = self._key_peak()
-            self._row_peak = self._query_peak()
+            if self._map.exponential:
+                self._row_peak = self._query_peak()
 
     def of_keys(self, columns: slice) -> Tensor:
         """(B, H, L, C)."""
@@ -219,45 +220,40 @@ class Columns:
     def _key_columns(self, x: Tensor, at: slice, columns: slice) -> Tensor:
         """Features of keys relative to their largest."""
         phi = self._map.key(x)[..., columns]
-        if self._peak is not None and self._map.exponential:
+        if self._map.exponential:
             return torch.exp(phi - self._peak[..., columns])
-        exponents = self._key_exponents(x)
-        return phi if exponents is None or self._peak is None else phi * torch.exp(exponents - self._peak)
+        return phi * torch.exp(self._key_exponents(x) - self._peak)
 
     def _query_columns(self, x: Tensor, at: slice, columns: slice) -> Tensor:
         """Features of queries, exponentials relative to the row's largest."""
         phi = self._map.query(x)[..., columns]
-        if self._peak is None or self._row_peak is None:
+        if not self._map.exponential:
             return phi
         return torch.exp(phi + self._peak[..., columns] - self._row_peak[:, :, at])
 
-    def _key_peak(self) -> Tensor | None:
-        """The largest exponent over attended keys of each feature, (B, H, 1, R or 1); None where there are none."""
+    def _key_peak(self) -> Tensor:
+        """The largest exponent over attended keys of each feature, (B, H, 1, R or 1)."""
         key, alive = self._tokens.key, self._tokens.alive
         highest = key.new_full((*key.shape[:2], 1, self._map.num_exponents), -torch.inf)
         for start in range(0, key.shape[2], _BLOCK):
             at = slice(start, start + _BLOCK)
             exponents = self._key_exponents(key[:, :, at])
-            if exponents is None:
-                return None
             if alive is not None:
                 exponents = exponents.masked_fill(~alive[:, None, at, None], -torch.inf)
             highest = torch.maximum(highest, exponents.amax(2, keepdim=True))
         return torch.where(highest == -torch.inf, 0, highest)
 
-    def _query_peak(self) -> Tensor | None:
-        """The largest exponent of each row of queries, (B, H, G·L, 1); None where features are no exponentials."""
-        if self._peak is None or not self._map.exponential:
-            return None
+    def _query_peak(self) -> Tensor:
+        """The largest exponent of each row of queries, (B, H, G·L, 1), of an exponential map."""
         blocks = self._tokens.query.flatten(2, 3).split(_BLOCK, 2)
         return torch.cat([(self._map.query(x) + self._peak).amax(-1, keepdim=True) for x in blocks], 2)
 
-    def _key_exponents(self, x: Tensor) -> Tensor | None:
-        """The exponents of keys, or the logarithms of their weights as one exponent; None without either."""
+    def _key_exponents(self, x: Tensor) -> Tensor:
+        """The exponents of keys, or the logarithms of their weights as one exponent, 0 where they have none."""
         if self._map.exponential:
             return self._map.key(x)
         weight = self._map.key_log_weight(x)
-        return None if weight is None else weight.unsqueeze(-1)
+        return x.new_zeros(*x.shape[:-1], 1) if weight is None else weight.unsqueeze(-1)
 
 
 def convolved(columns: Columns, tokens: Tokens, kernel: Kernel) -> tuple[Tensor, Tensor, Tensor]:
