@@ -19,7 +19,7 @@ def names(conversion: Conversion) -> list[str]:
 def agreement(outputs: Sequence[Outputs], exact: Sequence[Outputs]) -> Agreement:
     """Two models' outputs on the same texts, one per batch, compared."""
     with torch.no_grad():
-        return stages._agreement([stages._compared(*pair) for pair in zip(outputs, exact, strict=True)])
+        return stages._agreement([stages._compared(*pair, {}) for pair in zip(outputs, exact, strict=True)])
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:

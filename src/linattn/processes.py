@@ -65,6 +65,12 @@ class Processes:
             for x, mean in zip(alike, (flat / self.size).split([x.numel() for x in alike]), strict=True):
                 x.detach().copy_(mean.view_as(x))
 
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean of a tensor over all processes, a constant for gradients."""
+        mean = x.detach().clone()
+        self.average_([mean])
+        return mean
+
     def from_first(self, value: T) -> T:
         """Value of the first process, on all of them; it travels pickled."""
         if self.size == 1:

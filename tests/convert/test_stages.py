@@ -21,6 +21,10 @@ from linattn.methods.measures import cosine, relative_error, uniform_average
 FAMILIES = ["bert", "llama"]
 
 
+def ignored(name, share):
+    """Take no notice of progress."""
+
+
 def alone(batch):
     """Every text without its padding."""
     for ids, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
@@ -71,8 +75,8 @@ def test_a_padded_batch_is_its_texts_alone(build, padded, family):
     model = build(family).double()
     exact = [outputs(model, batches) for batches in (padded, [text for batch in padded for text in alone(batch)])]
     linearize_(model, method="LearnedExponential", num_features=8)
-    together = measure("calibrated", model, padded, exact[0])
-    apart = measure("calibrated", model, [text for batch in padded for text in alone(batch)], exact[1])
+    together = measure("calibrated", model, padded, exact[0], ignored)
+    apart = measure("calibrated", model, [text for batch in padded for text in alone(batch)], exact[1], ignored)
     for name in ("embedding_cosine", "token_cosine", "rank_correlation", "divergence"):
         assert getattr(together.agreement, name) == pytest.approx(getattr(apart.agreement, name), abs=1e-9)
     for ours, theirs in zip(together.layers, apart.layers, strict=True):
@@ -101,7 +105,7 @@ def test_layer_errors_are_those_of_what_each_kernel_was_given(build, padded, fam
     outputs(model, texts)
     for hook in hooks:
         hook.remove()
-    stage = measure("converted", model, texts, exact)
+    stage = measure("converted", model, texts, exact, ignored)
     assert [layer.layer for layer in stage.layers] == list(seen)
     for layer in stage.layers:
         ours, averaged = [], []
@@ -132,7 +136,7 @@ def test_the_baseline_averages_in_every_layer(build, padded, family):
     with intercept(model, average):
         expected = agreement(outputs(model, padded), exact)
     layers = {layer.module_name for layer in choose_layers(model, None).replaced}
-    stage = measure_uniform(model, padded, exact, layers)
+    stage = measure_uniform(model, padded, exact, layers, ignored)
     assert (stage.name, stage.agreement, stage.layers) == ("uniform", expected, ())
     assert stage.agreement.token_cosine < 0.999
 

@@ -64,7 +64,7 @@ FAULTS = (
     Fault(
         "leave out of the progress what is measured",
         "convert/stages.py",
-        "        measured(name, next(done) / num_batches)\n",
+        "        measured(name, next(done) / share)\n",
         "",
         "tests/convert/test_conversion.py",
     ),

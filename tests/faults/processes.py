@@ -74,9 +74,9 @@ FAULTS = (
     ),
     Fault(
         "weigh the texts of every process alike, whatever they hold",
-        "convert/distilling.py",
-        "partial(mean_of, processes=processes)",
-        "lambda x: x",
+        "processes.py",
+        "        self.average_([mean])\n",
+        "",
         SHARED,
     ),
     Fault(

@@ -15,7 +15,7 @@ from linattn.convert.config import ConvertConfig
 from linattn.convert.course import Conversion, Course
 from linattn.convert.running import Batch, check_shared
 from linattn.convert.samples import Samples, checked, from_batches, from_texts
-from linattn.convert.stages import Measured, in_silence
+from linattn.convert.stages import Measured
 from linattn.hf import is_linearized
 from linattn.hf._attention_modules import unwrapped
 from linattn.hf.linearization import choose_layers
@@ -95,7 +95,7 @@ def convert_(
         modes = [(module, module.training) for module in model.modules()]
         model.train(False)
         teacher = copy.deepcopy(model).requires_grad_(False)
-        told = notify or (lambda *_: None), measured or in_silence
+        told = notify or (lambda *_: None), measured or (lambda *_: None)
         course = Course(model, teacher, methods, config, samples, folder, *told)
         try:
             return course.go()

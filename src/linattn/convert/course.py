@@ -101,16 +101,17 @@ class Course:
         maps, fitted, linearization = self._linearize(calls)
         self._train(maps, fitted)
         stage_name = self._keep_the_best()
-        live = self._processes.each(numbers, lambda number: self._exact[number].live.sum(1).tolist())
+        live = self._processes.each(numbers, lambda number: self._exact[number].live.cpu())
+        longest = self._samples.held_out[max(numbers, key=lambda number: live[number].shape[1])]
         # While the other processes wait.
-        speed = self._processes.first_does(lambda: measure_speed(self._model, self._teacher, self._samples.held_out))
+        speed = self._processes.first_does(lambda: measure_speed(self._model, self._teacher, longest))
         return Conversion(
             method=together([method.label for method in self._methods]),
             linearization=linearization,
             stages=tuple(self._stages),
             trainings=tuple(training for training in self._trainings if training.steps),
             num_held_out=sum(map(len, live)),
-            num_held_out_tokens=sum(map(sum, live)),
+            num_held_out_tokens=sum(int(tokens.sum()) for tokens in live),
             stopped=self._stopped,
             kept=stage_name,
             speed=speed,

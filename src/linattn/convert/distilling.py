@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.convert.predictions import Mean, Predictions, itself, sampled_divergence, spread_divergence
-from linattn.convert.running import Batch, Outputs, mean_loss, mean_of, own_texts, run
+from linattn.convert.running import Batch, Outputs, mean_loss, own_texts, run
 from linattn.convert.samples import Samples
 from linattn.feature_maps import FeatureMap
 from linattn.hf import PreTrainedModel
@@ -59,9 +59,11 @@ def distil(
 
     def loss(step: int) -> Tensor:
         batch = own_texts(samples.training(step), processes)
-        mean = partial(mean_of, processes=processes)
-        compare = partial(sampled_divergence, draw=torch.Generator().manual_seed(step), mean=mean)
-        return imitate(batch, teacher_outputs(teacher, batch), compare, mean)
+        compare = partial(sampled_divergence, draw=torch.Generator().manual_seed(step), mean=processes.mean)
+        return imitate(batch, teacher_outputs(teacher, batch), compare, processes.mean)
+
+    def judged(number: int) -> Tensor:
+        return imitate(samples.validation[number], exact(number), spread_divergence)
 
     of_maps = [parameter for feature_map in maps for parameter in feature_map.parameters()]
     known = set(map(id, of_maps))
@@ -73,11 +75,7 @@ def distil(
         model=student,
         parameters=[(parameters, rate) for parameters, rate in groups if parameters],
         loss=loss,
-        validate=mean_loss(
-            lambda number: imitate(samples.validation[number], exact(number), spread_divergence),
-            len(samples.validation),
-            processes,
-        ),
+        validate=lambda: mean_loss(judged, len(samples.validation), processes),
         budget=Seconds(seconds),
     )
 

@@ -48,10 +48,6 @@ class Predictions(NamedTuple):
         width = self.states.shape[-1] if self.head is None else self.head(self.states[:1].detach()).shape[-1]
         return max(_MOST // max(width, 1), 1)
 
-    def sample_size(self) -> int:
-        """Of how many tokens a sample is."""
-        return _SAMPLED * self.room()
-
     def pieces(self) -> Iterator[slice]:
         """Consecutive stretches of the tokens, each of few enough for their logits to be held."""
         number, size = len(self.states), self.room()
@@ -74,7 +70,7 @@ def sampled_divergence(
     # 1/(m·n) Σ_t KL_t / p_t, t drawn m times, p_t in proportion to ‖ŷ_t - y_t‖ of the states predicted from. Its mean
     # is the divergence, and that of its gradient the gradient; that of KL_t grows as ‖ŷ_t - y_t‖ does, so that the
     # draws are worth about the same (importance sampling: Owen 2013, "Monte Carlo theory, methods and examples", 9.1).
-    number, size = len(student.states), student.sample_size()
+    number, size = len(student.states), _SAMPLED * student.room()
     if number <= size:
         return token_divergence(student, teacher, mean=mean)
     # A state that is no number is found out by the loss.
@@ -90,7 +86,7 @@ def sampled_divergence(
 
 def spread_divergence(student: Predictions, teacher: Predictions) -> Tensor:
     """`token_divergence` of as many tokens as `sampled_divergence` draws, evenly spread: the same ones at each look."""
-    number, size = len(student.states), student.sample_size()
+    number, size = len(student.states), _SAMPLED * student.room()
     if number > size:
         chosen = torch.arange(size, device=student.states.device) * number // size
         student, teacher = student.at(chosen), teacher.at(chosen)

@@ -105,19 +105,8 @@ def check_shared(batches: Iterable[Batch], processes: Processes) -> None:
             )
 
 
-def mean_of(x: Tensor, processes: Processes) -> Tensor:
-    """The mean of all processes' numbers, a constant for gradients."""
-    mean = x.detach().clone()
-    processes.average_([mean])
-    return mean
-
-
-def mean_loss(judged: Callable[[int], Tensor], number: int, processes: Processes) -> Callable[[], float]:
-    """A function that takes the mean of a loss over so many texts, which processes share out, without gradients."""
-
-    @torch.no_grad()
-    def mean() -> float:
-        losses = processes.each(range(number), lambda text: float(judged(text)))
-        return sum(losses) / len(losses)
-
-    return mean
+@torch.no_grad()
+def mean_loss(judged: Callable[[int], Tensor], number: int, processes: Processes) -> float:
+    """The mean of a loss over so many texts, which processes share out, without gradients."""
+    losses = processes.each(range(number), lambda text: float(judged(text)))
+    return sum(losses) / len(losses)

@@ -1,7 +1,7 @@
 """Whether a conversion pays: the model's time beside the original's, its state beside the cache of L exact tokens."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -44,10 +44,9 @@ class Speed:
         return statistics.median(self.seconds) / statistics.median(self.exact_seconds)
 
 
-def measure_speed(model: nn.Module, original: nn.Module, batches: Sequence[Batch]) -> Speed:
-    """Time both models on the longest batch: three passes each after a warm-up, without gradients."""
+def measure_speed(model: nn.Module, original: nn.Module, batch: Batch) -> Speed:
+    """Time both models on a batch: three passes each after a warm-up, without gradients."""
     with torch.no_grad():
-        batch = max(batches, key=lambda one: run(original, one).live.shape[1])
         live = run(original, batch).live
         models = {"linear": model, "exact": original}
         passes = {name: partial(_finished, partial(run, one, batch)) for name, one in models.items()}

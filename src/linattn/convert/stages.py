@@ -25,10 +25,6 @@ Measured = Callable[[str, float], None]
 """Takes the name of what is being measured, and the share of it that is done, of this process's texts."""
 
 
-def in_silence(name: str, share: float) -> None:
-    """Tell nobody."""
-
-
 @dataclass(frozen=True)
 class LayerError:
     """One converted layer: its kernel against softmax on the very queries, keys and values it was given.
@@ -107,12 +103,15 @@ class _Compared(NamedTuple):
     errors: Errors
 
 
-def measure(
-    name: str, model: PreTrainedModel, batches: Sequence[Batch], exact: Exact, measured: Measured = in_silence
-) -> Stage:
+def measure(name: str, model: PreTrainedModel, batches: Sequence[Batch], exact: Exact, measured: Measured) -> Stage:
     """A linearized model on texts, layer by layer and end to end; `exact` are the original model's outputs."""
-    with torch.no_grad(), _recorded(model) as errors:
-        comparisons = _each(name, model, batches, exact, measured, errors)
+
+    def compared(number: int) -> _Compared:
+        with _recorded(model) as errors:
+            outputs = run(model, batches[number])
+        return _compared(outputs, exact[number], errors)
+
+    comparisons = _each(name, len(batches), compared, measured)
     layers = []
     for layer in comparisons[0].errors:
         pairs = [pair for one in comparisons for pair in one.errors[layer]]
@@ -122,33 +121,32 @@ def measure(
 
 
 def measure_uniform(
-    model: PreTrainedModel, batches: Sequence[Batch], exact: Exact, layers: set[str], measured: Measured = in_silence
+    model: PreTrainedModel, batches: Sequence[Batch], exact: Exact, layers: set[str], measured: Measured
 ) -> Stage:
     """The original model with these layers, by module name, averaging their values: the baseline of a conversion."""
 
     def answer(call: AttentionCall) -> Tensor:
         return call.uniform() if call.module_name in layers else call.softmax()
 
-    with torch.no_grad(), intercept(model, answer):
-        comparisons = _each(BASELINE, model, batches, exact, measured, {})
-    return Stage(BASELINE, _agreement(comparisons))
+    def compared(number: int) -> _Compared:
+        return _compared(run(model, batches[number]), exact[number], {})
+
+    with intercept(model, answer):
+        return Stage(BASELINE, _agreement(_each(BASELINE, len(batches), compared, measured)))
 
 
-def _each(
-    name: str, model: nn.Module, batches: Sequence[Batch], exact: Exact, measured: Measured, errors: Errors
-) -> list[_Compared]:
+@torch.no_grad()
+def _each(name: str, number: int, compared: Callable[[int], _Compared], measured: Measured) -> list[_Compared]:
     """Every batch beside the original's outputs; this process runs its share, and reports its progress."""
     processes, done = Processes.of_this_run(), count(1)
-    num_batches = len(range(len(batches))[processes.rank :: processes.size])
+    share = len(range(number)[processes.rank :: processes.size])
 
-    def compared(number: int) -> _Compared:
-        """One batch, whose kernels' errors are those recorded in its pass."""
-        errors.clear()
-        comparison = _compared(run(model, batches[number]), exact[number])._replace(errors=dict(errors))
-        measured(name, next(done) / num_batches)
+    def reported(batch: int) -> _Compared:
+        comparison = compared(batch)
+        measured(name, next(done) / share)
         return comparison
 
-    return processes.each(range(len(batches)), compared)
+    return processes.each(range(number), reported)
 
 
 def best(stages: Sequence[Stage]) -> Stage:
@@ -156,8 +154,8 @@ def best(stages: Sequence[Stage]) -> Stage:
     return max((stage for stage in stages if stage.name != BASELINE), key=lambda stage: stage.agreement.merit)
 
 
-def _compared(a: Outputs, b: Outputs) -> _Compared:
-    """Outputs on one batch beside the original's."""
+def _compared(a: Outputs, b: Outputs, errors: Errors) -> _Compared:
+    """Outputs on one batch beside the original's; the kernels' errors are those recorded in its pass."""
     divergence, losses = None, None
     if a.predictions is not None and b.predictions is not None:
         divergence = float(token_divergence(a.predictions, b.predictions, torch.float64)), len(b.predictions.states)
@@ -165,7 +163,7 @@ def _compared(a: Outputs, b: Outputs) -> _Compared:
         if ours is not None and theirs is not None:
             losses = ours, theirs
     cosines = cosine(a.states[-1][b.live], b.states[-1][b.live])
-    return _Compared(_embeddings(a), _embeddings(b), cosines, divergence, losses, {})
+    return _Compared(_embeddings(a), _embeddings(b), cosines, divergence, losses, errors)
 
 
 def _agreement(batches: Sequence[_Compared]) -> Agreement:

@@ -93,6 +93,9 @@ def transfer(
     def kept(number: int) -> dict[str, AttentionCall]:
         return record(teacher, samples.validation[number])
 
+    def judged(number: int) -> Tensor:
+        return _loss(maps, layers, kept(number), 0)
+
     def loss(step: int) -> Tensor:
         return _loss(maps, layers, record(teacher, own_texts(samples.training(step), processes)), step)
 
@@ -102,7 +105,7 @@ def transfer(
         model=student,
         parameters=[(parameters, learning_rate)],
         loss=loss,
-        validate=mean_loss(lambda number: _loss(maps, layers, kept(number), 0), len(samples.validation), processes),
+        validate=lambda: mean_loss(judged, len(samples.validation), processes),
         budget=Seconds(seconds),
     )
 
