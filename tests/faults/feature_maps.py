@@ -292,4 +292,32 @@ FAULTS = (
         "if order not in",
         "tests/feature_maps/test_refusals.py",
     ),
+    Fault(
+        "count monomials in int64",
+        "feature_maps/polynomial.py",
+        "for one in monomials], dtype=torch.float64",
+        "for one in monomials], dtype=torch.int64",
+        "tests/feature_maps/test_kernel.py",
+    ),
+    Fault(
+        "take centres and means that are not finite",
+        "feature_maps/_fitted.py",
+        "if has_number(x) and not bool(x.isfinite().all()):",
+        "if False:",
+        "tests/feature_maps/test_refusals.py",
+    ),
+    Fault(
+        "take fitted tensors of any dtype",
+        "feature_maps/_fitted.py",
+        '            check_dtype(name, x, DTYPES, "a floating',
+        '            (name, x, DTYPES, "a floating',
+        "tests/feature_maps/test_refusals.py",
+    ),
+    Fault(
+        "take the second of two options of one name",
+        "methods/method.py",
+        "for name, _ in options).items() if count > 1]",
+        "for name, _ in options).items() if count > 2]",
+        "tests/methods/test_map_specs.py",
+    ),
 )

@@ -310,4 +310,11 @@ FAULTS = (
         "        (bound,",
         LAYERS,
     ),
+    Fault(
+        "drop with a probability that is none",
+        "nn/models.py",
+        'check_number("dropout", dropout)',
+        "dropout",
+        "tests/nn/test_models.py -k fit",
+    ),
 )

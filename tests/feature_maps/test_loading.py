@@ -63,7 +63,7 @@ def test_what_no_fit_would_give_is_refused() -> None:
     with pytest.raises(ValueError, match="second_moment must be positive semidefinite"):
         MAPS["Sderf"]().load_state_dict(saved | {"second_moment": -saved["second_moment"]})
     _, saved = fitted("Balanced")
-    with pytest.raises(ValueError, match="transform must be finite and invertible"):
+    with pytest.raises(ValueError, match="transform must be invertible"):
         MAPS["Balanced"]().load_state_dict(saved | {"transform": 0 * saved["transform"]})
 
 

@@ -131,6 +131,9 @@ def test_what_does_not_fit_is_refused() -> None:
             Block(LAYERS["plain"](), hidden_dim=width)
         with pytest.raises(ValueError, match="vocab_size must be an integer of at least 1, got"):
             LinearLM(width, [causal])
+    for dropout in (float("nan"), -0.5, "half", True):
+        with pytest.raises(ValueError, match="dropout must be a finite number >= 0, got"):
+            Block(LAYERS["plain"](), dropout=dropout)
 
 
 def test_logits_without_the_weights_of_the_head_are_refused() -> None:

@@ -8,8 +8,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from linattn.feature_maps.base import FeatureMap, UncastBuffers
-from linattn.softmax.checking import check_dense
+from linattn.feature_maps.base import FeatureMap, UncastBuffers, has_number
+from linattn.softmax.checking import DTYPES, check_dense, check_dtype
 from linattn.softmax.tracing import outside_inference
 
 
@@ -79,6 +79,8 @@ class FittedMap(UncastBuffers, FeatureMap):
 
     def _set_fitted(self, *tensors: Tensor) -> None:
         """Take copies of tensors, in the order of `fitted_buffers`, and derive what depends on them."""
+        for name, x in zip(self.fitted_buffers, tensors, strict=True):
+            check_dtype(name, x, DTYPES, "a floating tensor", "convert it, or call fit")
         copies = [x.detach().to(torch.promote_types(x.dtype, self._least_dtype), copy=True) for x in tensors]
         self._check_fitted(*copies)
         for name, copy in zip(self.fitted_buffers, copies, strict=True):
@@ -96,6 +98,8 @@ class FittedMap(UncastBuffers, FeatureMap):
                 raise ValueError(
                     f"{name} must be {(*heads, *size)} beside {self.fitted_buffers[0]}, got {tuple(x.shape)}"
                 )
+            if has_number(x) and not bool(x.isfinite().all()):
+                raise ValueError(f"{name} must be finite, got inf or nan; give other numbers, or call fit")
 
     def _check_heads(self, x: Tensor) -> None:
         """Refuse inputs with another number of heads than there are statistics, unless those are of one head."""
@@ -153,8 +157,6 @@ class FittedMap(UncastBuffers, FeatureMap):
                     got = x.dtype if isinstance(x, Tensor) else type(x).__name__
                     raise ValueError(f"{name} must be float32 or float64, got {got}")
             self._check_fitted(*saved.values())
-            if not all(x.is_meta or bool(x.isfinite().all()) for x in saved.values()):
-                raise ValueError(f"{', '.join(saved)} must be finite")
         except ValueError as error:
             raise ValueError(
                 f"{prefix}{next(iter(saved))} cannot be loaded into {type(self).__name__}: {error}; load what was "

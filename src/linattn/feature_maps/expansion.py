@@ -14,6 +14,7 @@ from linattn.feature_maps._fitted import FittedMap, by_head, grouped_sample, kme
 from linattn.feature_maps.arguments import check_count, check_seed, temperature
 from linattn.feature_maps.base import FeatureMap
 from linattn.feature_maps.powers import squared_length
+from linattn.softmax.checking import DTYPES, check_dtype
 from linattn.softmax.precision import outside_autocast
 
 # Tokens per head that a fit looks at, evenly spread: enough for means, and its cost stays below that of attention.
@@ -176,6 +177,7 @@ class Expansion(GroupedFeatureMap, FittedMap):
         for name in self.fitted_buffers:
             self.register_buffer(name, None)
         if centres is not None:
+            check_dtype("centres", centres, DTYPES, "a floating tensor", "convert it, or call fit")
             one = centres.new_zeros(*centres.shape[:-2], 1, head_dim)
             self._set_fitted(centres, centres, one, one[..., :1])
 

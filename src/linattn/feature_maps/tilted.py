@@ -263,8 +263,8 @@ class Sderf(ExponentialEstimator, FittedMap):
         if moment.is_meta:
             return
         size = moment.abs().amax((-2, -1), keepdim=True)
-        if not bool(moment.isfinite().all()) or not bool(((moment - moment.mT).abs() <= 1e-6 * size).all()):
-            raise ValueError("second_moment must be finite and symmetric; give E (x + y)(x + y)ᵀ, or call fit")
+        if not bool(((moment - moment.mT).abs() <= 1e-6 * size).all()):
+            raise ValueError("second_moment must be symmetric; give E (x + y)(x + y)ᵀ, or call fit")
         if bool((torch.linalg.eigvalsh(moment) < -1e-6 * size.squeeze(-1)).any()):
             raise ValueError("second_moment must be positive semidefinite; give E (x + y)(x + y)ᵀ, or call fit")
 

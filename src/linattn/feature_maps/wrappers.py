@@ -122,10 +122,9 @@ class Balanced(Wrapper):
         (transform,) = tensors
         if transform.is_meta:
             return
-        matrix = transform.double()
-        if not bool(matrix.isfinite().all()) or not bool((torch.linalg.cond(matrix) <= _LARGEST_CONDITION).all()):
+        if not bool((torch.linalg.cond(transform.double()) <= _LARGEST_CONDITION).all()):
             raise ValueError(
-                f"transform must be finite and invertible, its condition number at most {_LARGEST_CONDITION:g}; raise "
+                f"transform must be invertible, its condition number at most {_LARGEST_CONDITION:g}; raise "
                 "ridge, or give another"
             )
 

@@ -8,6 +8,7 @@ weights. "window 128 + merged 256" has no map: a window of exact keys, and 256 m
 import ast
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -185,7 +186,7 @@ def parse_map(text: str) -> MapSpec:
     """Read a map's written form: a name in any case, alone or with options as literals, or either inside wrappers."""
     try:
         node = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:
+    except (SyntaxError, UnicodeEncodeError):
         raise _no_form(text) from None
     wrappers = []
     while isinstance(node, ast.Call) and (wrapper := _exact(node.func, WRAPPERS)):
@@ -201,7 +202,10 @@ def parse_map(text: str) -> MapSpec:
         raise _no_map(call.func.id, text)
     if call.args:
         raise ValueError(f"{text!r}: write every option of {exact} by name, as in {exact}(option=value)")
-    return MapSpec(exact, tuple(_read_option(keyword, exact, text) for keyword in call.keywords), tuple(wrappers))
+    options = tuple(_read_option(keyword, exact, text) for keyword in call.keywords)
+    if repeated := [name for name, count in Counter(name for name, _ in options).items() if count > 1]:
+        raise ValueError(f"{text!r}: {repeated[0]} is written twice; write every option once")
+    return MapSpec(exact, options, tuple(wrappers))
 
 
 def _exact(node: ast.expr, known: Iterable[str]) -> str | None:
@@ -221,7 +225,7 @@ def _read_option(keyword: ast.keyword, name: str, text: str) -> tuple[str, Any]:
         )
     try:
         return keyword.arg, ast.literal_eval(keyword.value)
-    except ValueError:
+    except (ValueError, TypeError):
         raise ValueError(f"{text!r}: {keyword.arg} must be a plain number, text, True, False or None") from None
 
 

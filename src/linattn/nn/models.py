@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
-from linattn.feature_maps.arguments import check_count
+from linattn.feature_maps.arguments import check_count, check_number
 from linattn.nn.attention import Attention
 from linattn.nn.streams import Stream
 from linattn.softmax.partial import Attended
@@ -45,6 +45,7 @@ class Block(nn.Module):
 
     Raises:
         TypeError: `attention` is no such layer.
+        ValueError: `hidden_dim` is no positive integer, `dropout` no number from 0 to 1.
 
     Example:
         >>> import torch
@@ -67,7 +68,7 @@ class Block(nn.Module):
         self.attention = attention
         self.mlp_norm = nn.RMSNorm(width, device=weight.device, dtype=weight.dtype)
         self.mlp = GatedMLP(width, hidden_dim, device=weight.device, dtype=weight.dtype)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(check_number("dropout", dropout))
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """Tokens (B, L, E) -> (B, L, E); `key_mask` (B, L) bool, True = attend."""
