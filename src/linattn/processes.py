@@ -81,15 +81,15 @@ class Processes:
 
     def first_does(self, do: Callable[[], T]) -> T:
         """Call a function on the first process and return its result on all, which wait; its error is raised on all."""
-        result, error = _tried(do) if self.is_first else (None, None)
-        result, failure = self.from_first((result, _failure(error)))
+        result, error, failure = _tried(do) if self.is_first else (None, None, None)
+        result, failure = self.from_first((result, failure))
         self._raise(error, [failure])
         return cast(T, result)
 
     def all_do(self, do: Callable[[], T]) -> T:
         """Call a function on each process and return its result, once all have succeeded; an error is raised on all."""
-        result, error = _tried(do)
-        self._raise(error, self.gather(_failure(error)))
+        result, error, failure = _tried(do)
+        self._raise(error, self.gather(failure))
         return cast(T, result)
 
     def _raise(self, error: Exception | None, failures: Sequence[_Failure | None]) -> None:
@@ -139,19 +139,13 @@ def launched() -> Iterator[Processes]:
         dist.destroy_process_group()
 
 
-def _tried(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """A function's result, or the error in its place."""
+def _tried(do: Callable[[], T]) -> tuple[T | None, Exception | None, _Failure | None]:
+    """A function's result, or in its place the error, and what others are sent of it: it may not survive pickling."""
     try:
-        return do(), None
+        return do(), None, None
     except Exception as error:
-        return None, error
-
-
-def _failure(error: Exception | None) -> _Failure | None:
-    """An error as other processes are sent it: an exception itself may not survive pickling."""
-    if error is None:
-        return None
-    return next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError), str(error)
+        kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
+        return None, error, (kind, str(error))
 
 
 @contextmanager

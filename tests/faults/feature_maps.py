@@ -295,8 +295,8 @@ FAULTS = (
     Fault(
         "count monomials in int64",
         "feature_maps/polynomial.py",
-        "for one in monomials], dtype=torch.float64",
-        "for one in monomials], dtype=torch.int64",
+        "return math.factorial(len(monomial)) //",
+        "return min(math.factorial(len(monomial)), 2**63) //",
         "tests/feature_maps/test_kernel.py",
     ),
     Fault(

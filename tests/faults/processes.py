@@ -47,8 +47,8 @@ FAULTS = (
     Fault(
         "keep an error of one process from the others",
         "processes.py",
-        "self._raise(error, self.gather(_failure(error)))",
-        "self.gather(_failure(error)), self._raise(error, [])",
+        "self._raise(error, self.gather(failure))",
+        "self.gather(failure), self._raise(error, [])",
         GROUP,
     ),
     Fault(

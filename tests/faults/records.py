@@ -22,9 +22,8 @@ FAULTS = (
     Fault(
         "write a folder in its place",
         "records/atomic.py",
-        "            yield temporary\n            for path",
-        "            temporary.rename(folder)\n            yield folder\n            folder.rename(temporary)\n"
-        "            for path",
+        "        yield temporary\n        for path",
+        "        temporary.rename(folder)\n        yield folder\n        folder.rename(temporary)\n        for path",
         "tests/records/test_atomic.py tests/hf/test_saving_refusals.py",
     ),
     Fault(
@@ -37,8 +36,8 @@ FAULTS = (
     Fault(
         "leave a temporary file after an early end",
         "records/atomic.py",
-        "        temporary.unlink(missing_ok=True)\n",
-        "",
+        "            temporary.unlink()\n",
+        "            pass\n",
         "tests/records/test_atomic.py",
     ),
     Fault(

@@ -207,7 +207,7 @@ def _tokens_in_words(layer: BoundedLayer) -> str:
     """Of one layer's tokens, how many are exact, quantized, and merged into how many keys or evicted."""
     assert layer.state is not None
     keys, config = layer.state.groups[0], layer.config
-    exact, num_keys = (sum(x.bias.shape[2] for x in parts) for parts in ((keys.sinks, keys.recent), [keys.merged]))
+    exact, num_keys = keys.sinks.bias.shape[2] + keys.recent.bias.shape[2], keys.merged.bias.shape[2]
     rest = layer.num_tokens - exact - sum(part.bias.shape[2] for part in keys.coded)
     # Merged keys that are no fewer than their tokens are these tokens; else no merge has taken the newest.
     alone = rest if rest <= num_keys else config.num_newest

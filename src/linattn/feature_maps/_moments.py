@@ -83,14 +83,12 @@ def combine(second: Tensor, pair: Tensor, rows: Rows) -> Tensor:
 
 def log_0f1(b: float, z: Tensor) -> Tensor:
     """log 0F1(;b;z) for z ≥ 0, elementwise, in float64."""
-    z = z.double()
-    return _log_series(z, lambda k: z / ((k + 1) * (b + k)))
+    return _log_series(z.double(), lambda k: 1 / ((k + 1) * (b + k)))
 
 
 def log_1f1(a: float, b: float, z: Tensor) -> Tensor:
     """log 1F1(a;b;z) for a, b > 0 and z ≥ 0, elementwise, in float64."""
-    z = z.double()
-    return _log_series(z, lambda k: z * ((a + k) / ((k + 1) * (b + k))))
+    return _log_series(z.double(), lambda k: (a + k) / ((k + 1) * (b + k)))
 
 
 def damped_1f1(a: float, b: float, z: Tensor) -> Tensor:
@@ -104,12 +102,12 @@ def damped_1f1(a: float, b: float, z: Tensor) -> Tensor:
     return total
 
 
-def _log_series(like: Tensor, ratio: Callable[[int], Tensor]) -> Tensor:
-    """log of 1 + ratio(0) + ratio(0)·ratio(1) + …, all terms ≥ 0, rescaled on the way so that it does not overflow."""
-    term, total, shift = torch.ones_like(like), torch.ones_like(like), torch.zeros_like(like)
+def _log_series(z: Tensor, ratio: Callable[[int], float]) -> Tensor:
+    """log of 1 + z·ratio(0) + z²·ratio(0)·ratio(1) + …, terms ≥ 0, rescaled on the way so that it does not overflow."""
+    term, total, shift = torch.ones_like(z), torch.ones_like(z), torch.zeros_like(z)
     k = 0
     while bool((term > 1e-17 * total).any()):
-        term = term * ratio(k)
+        term = term * (z * ratio(k))
         total = total + term
         k += 1
         if k % _RESCALE_EVERY == 0:

@@ -125,7 +125,7 @@ class FeatureMap(nn.Module, ABC):
     nonnegative: bool = True
     softmax_kernel: bool = False
     scale: float
-    _settings: tuple[str, ...] = ()  # attributes that `repr` names
+    _settings: tuple[str, ...] = ("head_dim",)  # attributes that `repr` names
 
     def __init__(self, head_dim: int, num_features: int) -> None:
         super().__init__()

@@ -14,9 +14,7 @@ from linattn.feature_maps.base import FeatureMap
 
 
 class ElementwiseMap(FeatureMap):
-    """A deterministic map whose kernel is, by definition, the inner product of its features."""
-
-    _settings: tuple[str, ...] = ("head_dim",)
+    """A deterministic map of D features, built from the head width alone."""
 
     def __init__(self, head_dim: int) -> None:
         super().__init__(head_dim, head_dim)

@@ -228,10 +228,8 @@ class Attention(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         """The sizes, and what is not seen in the modules."""
-        return (
-            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
-            f"head_dim={self.head_dim}, is_causal={self.is_causal}"
-        )
+        settings = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "is_causal")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in settings)
 
 
 def _normed(norm: nn.RMSNorm | nn.LayerNorm | None, x: Tensor) -> Tensor:

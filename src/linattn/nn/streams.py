@@ -43,8 +43,7 @@ class KeptTokens(NamedTuple):
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> KeptTokens:
         """Apply a change to every tensor."""
-        mask, bias = (None if x is None else change(x) for x in (self.key_mask, self.key_bias))
-        return KeptTokens(change(self.key), change(self.value), mask, bias)
+        return KeptTokens._make(None if x is None else change(x) for x in self)
 
 
 class Stream(NamedTuple):

@@ -298,12 +298,12 @@ class SinusoidalCodes(ConcatenatedCodes):
         super().__init__(head_dim, code_dim)
         if code_dim % 2:
             raise ValueError(f"code_dim must be even, a cosine and a sine for each frequency, got {code_dim}")
-        self.base, self.amplitude = check_number("base", base, positive=True), check_number("amplitude", amplitude)
+        self.base, self.amplitude = base, check_number("amplitude", amplitude)
+        self._rates = _rates(code_dim, base)
 
     def code(self, at: Tensor) -> Tensor:
         """[cos, sin] of all frequencies, float64: (…,) -> (…, P)."""
-        steps = torch.arange(0, self.code_dim, 2, dtype=torch.float64, device=at.device) / self.code_dim
-        angle = at.double().unsqueeze(-1) * self.base**-steps
+        angle = at.double().unsqueeze(-1) * self._rates.to(at.device)
         return self.amplitude * torch.cat((angle.cos(), angle.sin()), -1)
 
 

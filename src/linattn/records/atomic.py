@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 from uuid import uuid4
@@ -18,38 +18,39 @@ _MOST_CHARACTERS = 40
 @contextmanager
 def atomic_file(path: Path) -> Iterator[TextIO]:
     """A text file that appears under its name only when the block ends well, in place of an earlier one: rename(2)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _beside(path)
-    try:
-        with full_disk_names(path):
-            with temporary.open("x", encoding="utf-8") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with _renamed_to(path) as temporary, temporary.open("x", encoding="utf-8") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """A folder that appears under its name, with all its files, only when the block ends well: rename(2)."""
     check_new(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _beside(folder)
+    with _renamed_to(folder) as temporary:
+        temporary.mkdir()
+        yield temporary
+        for path in temporary.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+
+
+@contextmanager
+def _renamed_to(place: Path) -> Iterator[Path]:
+    """A name in the same folder that no other call has, for what takes the place when the block ends well."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    temporary = place.with_name(f".{place.name[:_MOST_CHARACTERS]}.{uuid4().hex}.part")
     try:
-        with full_disk_names(folder):
-            temporary.mkdir()
+        with full_disk_names(place):
             yield temporary
-            for path in temporary.rglob("*"):
-                if path.is_file():
-                    with path.open("rb") as file:
-                        os.fsync(file.fileno())
-            temporary.rename(folder)
+            temporary.replace(place)
     except BaseException:
-        # A file that cannot be removed must not hide the error.
+        # What cannot be removed must not hide the error.
         shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise
 
 
@@ -85,8 +86,3 @@ def full_disk_names(path: Path) -> Iterator[None]:
             raise
         words = f"{os.strerror(number)}: {path} was not written; free some space, or write elsewhere"
         raise OSError(number, words) from error
-
-
-def _beside(path: Path) -> Path:
-    """A name in the same folder that no other call has."""
-    return path.with_name(f".{path.name[:_MOST_CHARACTERS]}.{uuid4().hex}.part")
