@@ -171,8 +171,8 @@ FAULTS = (
     Fault(
         "turn distances around",
         ROOM + "relative_bias.py",
-        "torch.cat((first, gap, last), -1)",
-        "torch.cat((last, gap, first), -1)",
+        "torch.cat((later, gap, earlier), -1)",
+        "torch.cat((earlier, gap, later), -1)",
         RELATIVE,
     ),
     Fault(

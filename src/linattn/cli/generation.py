@@ -88,17 +88,17 @@ def generation(
         draws = torch.Generator().manual_seed(seed)
         draw = partial(stream_tokens, loaded.model, cache=cache, temperature=temperature, top_p=top_p, generator=draws)
         costs = [] if keeping is None else list(keeping.planned())
+        measured, unread = 0.0, tokens
         if keeping is not None and keeping.measure:
-            seconds, words = _measured(console, loaded.model, tokens, cache)
+            measured, words = _measured(console, loaded.model, tokens, cache)
             costs.append(words)
-            first, stream, more = _begun(console, draw, tokens[:, -1:])
-            seconds += more
-        else:
-            first, stream, seconds = _begun(console, draw, tokens)
+            unread = tokens[:, -1:]
+        stream, seconds = _begun(console, draw, unread)
+        seconds += measured
         if isinstance(prompt, str):
             sys.stdout.write(prompt)
         times = []
-        for part in _texts(loaded, tokens[0].tolist(), islice(chain([first], stream), num_tokens), written):
+        for part in _texts(loaded, tokens[0].tolist(), islice(stream, num_tokens), written):
             times.append(time.perf_counter())
             sys.stdout.write(part)
             sys.stdout.flush()
@@ -128,15 +128,13 @@ def _measured(console: Console, model: PreTrainedModel, tokens: Tensor, cache: C
     return seconds[1], divergence_in_words(bounded, full, seconds[0])
 
 
-def _begun(
-    console: Console, draw: Callable[..., Iterator[Tensor]], unread: Tensor
-) -> tuple[Tensor, Iterator[Tensor], float]:
-    """The first new token, a stream of those after it, and the seconds that the first one took."""
+def _begun(console: Console, draw: Callable[..., Iterator[Tensor]], unread: Tensor) -> tuple[Iterator[Tensor], float]:
+    """A stream of new tokens, whose first one is drawn already, and the seconds that it took."""
     start = time.perf_counter()
     with _bar(console, "Reading the prompt", unread.shape[1]) as notify:
         stream = draw(unread, notify=notify)
         first = next(stream)
-    return first, stream, time.perf_counter() - start
+    return chain([first], stream), time.perf_counter() - start
 
 
 @contextmanager

@@ -185,11 +185,10 @@ class Kernel(NamedTuple):
         zero = 0 if is_causal else bias.shape[-1] // 2
         later = bias[..., zero : zero + num_tokens]
         earlier = bias[..., :0] if is_causal else bias[..., zero - num_tokens + 1 : zero]
-        used = torch.cat((later, earlier), -1)
+        gap = bias.new_full((*bias.shape[:-1], length - later.shape[-1] - earlier.shape[-1]), -torch.inf)
+        used = torch.cat((later, gap, earlier), -1)
         factors = torch.exp(used - used.detach().amax(-1, keepdim=True))
-        first, last = factors.split((later.shape[-1], earlier.shape[-1]), -1)
-        gap = factors.new_zeros(*factors.shape[:-1], length - factors.shape[-1])
-        return cls(torch.fft.rfft(torch.cat((first, gap, last), -1)), factors.detach().norm(dim=-1), length)
+        return cls(torch.fft.rfft(factors), factors.detach().norm(dim=-1), length)
 
 
 class Columns:
