@@ -320,4 +320,18 @@ FAULTS = (
         "for name, _ in options).items() if count > 2]",
         "tests/methods/test_map_specs.py",
     ),
+    Fault(
+        "look at a transform without values",
+        "feature_maps/wrappers.py",
+        "if not has_number(transform):",
+        "if transform.is_meta:",
+        "tests/laws/test_shapes_alone.py -k fitted_tensors",
+    ),
+    Fault(
+        "look at moments without values",
+        "feature_maps/tilted.py",
+        "if not has_number(moment):",
+        "if moment.is_meta:",
+        "tests/laws/test_shapes_alone.py -k fitted_tensors",
+    ),
 )

@@ -276,3 +276,17 @@ def test_layers_with_rotary_positions_are_built_under_a_fake_mode(name: str) -> 
     with FakeTensorMode():
         layer = nn.LinearAttention(WIDTH, 2, build_anew(name), positions=positions.Rotary(8))
         assert layer(torch.randn(2, 7, WIDTH)).shape == (2, 7, WIDTH)
+
+
+WITH_FITTED = {
+    "transform": lambda **fitted: linattn.feature_maps.Balanced(linattn.feature_maps.Taylor(2), **fitted),
+    "second_moment": lambda **fitted: linattn.feature_maps.Sderf(2, 4, **fitted),
+}
+
+
+@pytest.mark.parametrize("name", WITH_FITTED)
+def test_fitted_tensors_are_given_and_loaded_under_a_fake_mode(name: str) -> None:
+    with FakeTensorMode():
+        first, second = WITH_FITTED[name](**{name: torch.eye(2)}), WITH_FITTED[name]()
+        second.load_state_dict(first.state_dict())
+        assert second.query(torch.ones(3, 2)).shape == first.query(torch.ones(3, 2)).shape

@@ -260,7 +260,7 @@ class Sderf(ExponentialEstimator, FittedMap):
                 f"Sderf was drawn for num_heads={self.num_heads}, got second moments of {moment.shape[0]} heads; build "
                 f"it with num_heads={moment.shape[0]}, or num_heads=None to share one draw"
             )
-        if moment.is_meta:
+        if not has_number(moment):
             return
         size = moment.abs().amax((-2, -1), keepdim=True)
         if not bool(((moment - moment.mT).abs() <= 1e-6 * size).all()):

@@ -9,7 +9,7 @@ from torch import Tensor
 from linattn.feature_maps._fitted import grouped_sample, second_moment, shared, spectral, token_mean
 from linattn.feature_maps._wrapper import Wrapper
 from linattn.feature_maps.arguments import check_number
-from linattn.feature_maps.base import FeatureMap, in_both_dtypes
+from linattn.feature_maps.base import FeatureMap, has_number, in_both_dtypes
 
 # Beyond this condition number the inverse of M in float64 no longer keeps q·k to the digits float32 has.
 _LARGEST_CONDITION = 1e8
@@ -120,7 +120,7 @@ class Balanced(Wrapper):
         """Refuse transforms of another shape, and such that have no inverse."""
         super()._check_fitted(*tensors)
         (transform,) = tensors
-        if transform.is_meta:
+        if not has_number(transform):
             return
         if not bool((torch.linalg.cond(transform.double()) <= _LARGEST_CONDITION).all()):
             raise ValueError(
