@@ -187,6 +187,13 @@ FAULTS = (
         PADDING,
     ),
     Fault(
+        "draw keys in steps of the default dtype",
+        "kv_cache/partitioning.py",
+        "torch.arange(number, dtype=mass.dtype, device",
+        "torch.arange(number, device",
+        "tests/kv_cache/test_bidirectional.py",
+    ),
+    Fault(
         "begin with the heaviest of few keys",
         ROOM + "partitioning.py",
         "torch.where(count <= num_seeds, every,",

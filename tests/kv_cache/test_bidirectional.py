@@ -69,6 +69,19 @@ def test_long_calls_draw_the_keys_that_clusters_are_made_of(monkeypatch: pytest.
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_no_choice_hangs_on_the_default_dtype(dtype: torch.dtype) -> None:
+    """A model may run under that of its weights; of so many keys some are drawn, in even steps."""
+    tokens, config, before = qkv(num_queries=700, num_keys=700), MergedKV(None, 9, bits=None), torch.get_default_dtype()
+    wanted = attend(*tokens, config)
+    try:
+        torch.set_default_dtype(dtype)
+        out = attend(*tokens, config)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(out, wanted)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_sample_attends_to_a_cluster_what_it_attends_to_the_members(
     masked: bool, monkeypatch: pytest.MonkeyPatch

@@ -42,7 +42,7 @@ def seeds(log_mass: Tensor, num_heaviest: int, num_seeds: int) -> tuple[Tensor, 
     heaviest = most.indices[:, :num_heaviest]
     root = mass.scatter(-1, heaviest, 0).sqrt()
     reach, number = root.cumsum(-1), num_seeds - num_heaviest
-    steps = (torch.arange(number, device=mass.device) + 0.5) / number
+    steps = (torch.arange(number, dtype=mass.dtype, device=mass.device) + 0.5) / number
     place = torch.searchsorted(reach, reach[:, -1:] * steps).clamp(max=mass.shape[1] - 1)
     # Each stands for a step of the sum of roots.
     standing = root.gather(-1, place) * reach[:, -1:] / number
