@@ -141,9 +141,30 @@ FAULTS = (
     Fault(
         "hide from torch's kernels that a mapped bias is followed",
         "softmax/weighted.py",
-        "scoring.soft_cap is not None or is_transformed():",
-        "scoring.soft_cap is not None:",
+        "scoring.soft_cap is not None or is_transformed() or",
+        "scoring.soft_cap is not None or",
         "tests/laws/test_mapped_calls.py -k layers",
+    ),
+    Fault(
+        "give dual numbers to kernels that have no tangents",
+        "softmax/weighted.py",
+        "is_transformed() or has_tangents():",
+        "is_transformed():",
+        "tests/laws/test_transforms.py -k forward_derivatives",
+    ),
+    Fault(
+        "ask exact attention's kernels for tangents",
+        "softmax/attention.py",
+        "if has_tangents() or (weights",
+        "if (weights",
+        "tests/laws/test_transforms.py -k forward_derivatives",
+    ),
+    Fault(
+        "make a mask of a class of its own where shapes alone are computed",
+        "softmax/attention.py",
+        "0 < lq < lk and not is_traced(*tokens):",
+        "0 < lq < lk and not torch.compiler.is_compiling():",
+        "tests/laws/test_shapes_alone.py -k other_calls",
     ),
     Fault(
         "let cancellation make a normaliser negative",

@@ -101,6 +101,9 @@ OTHERS: dict[str, Callable[..., object]] = {
     "softmax_attention": lambda q, k, v, m, b: linattn.softmax_attention(
         q, k, v, key_mask=m, key_bias=b, is_causal=True, enable_gqa=True
     ),
+    "softmax_attention of the last queries": lambda q, k, v, *_: linattn.softmax_attention(
+        q[:, :, 3:], k, v, is_causal=True, enable_gqa=True
+    ),
     "softmax_partial": lambda q, k, v, m, b: linattn.softmax_partial(q, k, v, key_mask=m, key_bias=b, enable_gqa=True),
     "attention_rows": lambda q, k, v, m, b: linattn.attention_rows(
         q, k, MAP, torch.zeros_like(m[0], dtype=torch.int64), key_mask=m, enable_gqa=True

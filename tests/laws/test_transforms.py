@@ -8,6 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import linattn
 from grid import CASES, CAUSAL_MAPS, HEAD_DIM, MAPS, RECORDED_MAPS, Case, Learned, build, build_anew, qkv, sums, total
+from linattn import MergedKV
 from linattn.feature_maps import RandomFeatureMap
 from linattn.feature_maps.base import live_map
 
@@ -205,6 +206,39 @@ def test_dual_numbers_are_refused_by_blocked(is_causal: bool) -> None:
             Case("FavorPlus", "blocked", is_causal).attend(dual, k, v, feature_map)
         out = Case("FavorPlus", "reference", is_causal).attend(dual, k, v, feature_map)
         assert torch.autograd.forward_ad.unpack_dual(out).tangent.norm() > 0
+
+
+SOFTMAX = {
+    "merged, exact": (linattn.merged_attention, {"config": MergedKV(None, 40, bits=None)}),
+    "merged": (linattn.merged_attention, {"config": MergedKV(None, 4, bits=None)}),
+    "merged, causal": (linattn.merged_attention, {"config": MergedKV(2, 4, bits=4), "is_causal": True}),
+    "softmax": (linattn.softmax_attention, {}),
+    "softmax, causal": (linattn.softmax_attention, {"is_causal": True}),
+    "softmax, biased": (linattn.softmax_attention, {"is_causal": True, "key_bias": -torch.ones(2, 1, 16).double()}),
+}
+
+
+@pytest.mark.parametrize("how", ["dual numbers", "jvp"])
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_softmax_has_forward_derivatives(name: str, how: str) -> None:
+    """As its gradients say: torch's kernels, which lack them and take values as wide as keys, are left out."""
+    (call, options), sizes = SOFTMAX[name], {"num_queries": 16, "num_keys": 16, "value_dim": HEAD_DIM}
+    (q, k, v), (dq, dk, dv) = qkv(**sizes), qkv(**sizes, seed=9)
+
+    def attend(*x):
+        return call(*x, enable_gqa=True, **options)
+
+    if how == "jvp":
+        out, tangent = torch.func.jvp(attend, (q, k, v), (dq, dk, dv))
+    else:
+        with torch.autograd.forward_ad.dual_level():
+            duals = map(torch.autograd.forward_ad.make_dual, (q, k, v), (dq, dk, dv))
+            out, tangent = torch.autograd.forward_ad.unpack_dual(attend(*duals))
+    torch.testing.assert_close(out, attend(q, k, v), rtol=1e-12, atol=1e-12)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    grads = torch.autograd.grad((attend(*leaves) * out).sum(), leaves)
+    wanted = sum((x * y).sum() for x, y in zip(grads, (dq, dk, dv), strict=True))
+    torch.testing.assert_close((tangent * out).sum(), wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_what_does_not_compose_raises() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from linattn.softmax.checking import KeyWeights, Qkv, check_scale, checked, refuse_sdpa_options
 from linattn.softmax.partial import Partial, shares
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
-from linattn.softmax.tracing import is_transformed
+from linattn.softmax.tracing import has_tangents, is_traced, is_transformed
 
 
 def softmax_attention(
@@ -90,8 +90,7 @@ def softmax_partial(
     """
     check_scale(scale)
     query, key, value, bias = checked((query, key, value), key_mask, key_bias, enable_gqa=enable_gqa)
-    key, value = inert(bias, key, value)
-    k, v = (x.repeat_interleave(query.shape[1] // max(key.shape[1], 1), dim=1) for x in (key, value))
+    k, v = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in inert(bias, key, value))
     logits = _logit_bias(query, key, bias, is_causal=is_causal)
     with outside_autocast(query.device):
         return softmax_rows(query, k, v, logits, query.shape[-1] ** -0.5 if scale is None else scale)
@@ -103,10 +102,13 @@ def _by_sdpa(
     """`softmax_attention` of checked tokens, with the biases that their weights make, through torch's kernels."""
     query, key, value = tokens
     lq, lk = query.shape[2], key.shape[2]
+    # Under torch.func kernels take biases for constants.
+    if has_tangents() or (weights[1] is not None and is_transformed()):
+        return softmax_partial(query, key, value, key_bias=bias, is_causal=is_causal, scale=scale, enable_gqa=gqa).out
     attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=scale, enable_gqa=gqa)
     if bias is None and is_causal and lq == lk:
         return attend(query, key, value, is_causal=True)
-    if bias is None and is_causal and 0 < lq < lk and not torch.compiler.is_compiling():
+    if bias is None and is_causal and 0 < lq < lk and not is_traced(*tokens):
         # Imported here: it imports torch's compiler, which does not know it.
         from torch.nn.attention.bias import causal_lower_right
 
@@ -116,12 +118,7 @@ def _by_sdpa(
     if weights[1] is None:
         mask = None if logits is None else (logits != -torch.inf).expand(*logits.shape[:-2], lq, -1)
         return attend(query, key, value, attn_mask=mask)
-    # SDPA wants biases in the query's dtype: 16 bits would round them. Under torch.func it takes them for constants.
-    if is_transformed():
-        key_mask, key_bias = weights
-        return softmax_partial(
-            query, key, value, key_mask=key_mask, key_bias=key_bias, is_causal=is_causal, scale=scale, enable_gqa=gqa
-        ).out
+    # SDPA wants biases in the query's dtype: 16 bits would round them.
     q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (query, key, value))
     return attend(q, k, v, attn_mask=logits).to(query.dtype)
 

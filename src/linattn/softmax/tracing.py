@@ -21,9 +21,12 @@ def constant_in_graphs(function: F) -> F:
 def is_followed(*tensors: Tensor | None) -> bool:
     """Whether autograd, dual numbers or torch.func follow what is computed with these."""
     recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    if torch.compiler.is_compiling():
-        return recorded
-    return recorded or torch.autograd.forward_ad._current_level >= 0 or is_transformed()
+    return recorded or has_tangents() or is_transformed()
+
+
+def has_tangents() -> bool:
+    """Whether dual numbers are at work, as in torch.func's jvp, which torch's kernels for attention do not take."""
+    return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
 
 
 def is_transformed() -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from linattn.softmax.attention import causal_mask, soft_capped, softmax_rows
 from linattn.softmax.partial import Partial, joined
 from linattn.softmax.tokens import Tokens
-from linattn.softmax.tracing import is_transformed
+from linattn.softmax.tracing import has_tangents, is_transformed
 
 # Weights held at once.
 _CHUNK = 2**22
@@ -57,7 +57,7 @@ def read(query: Tensor, tokens: Tokens, scoring: Scoring, *, is_causal: bool, wi
         bias = bias.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(2, 3)
     key, value = tokens.key.to(dtype), tokens.value.to(dtype)
     # torch's kernels have no cap, tell no log-normaliser, and under torch.func take a bias for a constant.
-    if with_log or scoring.soft_cap is not None or is_transformed():
+    if with_log or scoring.soft_cap is not None or is_transformed() or has_tangents():
         part = softmax_rows(rows, key, value, bias, *scoring)
         out, log = part.out, part.log_normalizer.unflatten(2, (groups, number)) if with_log else None
     else:
