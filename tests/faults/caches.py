@@ -116,6 +116,13 @@ FAULTS = (
         "tests/hf/test_low_precision.py",
     ),
     Fault(
+        "accept a plan whose layers take more than its budget",
+        "kv_cache/layer_plans.py",
+        "if sum(plan.budgets) > plan.budget * len(plan.layers):",
+        "if min(plan.budgets) > plan.budget * len(plan.layers):",
+        "lab/tests/kv_audit/test_plans.py",
+    ),
+    Fault(
         "accept a plan without a window",
         "kv_cache/layer_plans.py",
         "if MergedKV.parse(label).window is None:",

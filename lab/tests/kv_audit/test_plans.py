@@ -140,6 +140,7 @@ TRIAL = stored()["trials"][0]
         *(([stored(budget=value)], "plan 0: budget must be ") for value in (0, -60, 60.0, "60", 2**63)),
         ([stored(num_tokens=0)], "num_tokens must be greater than or equal to 1, got 0"),
         ([stored(budgets=[40, -80])], r"budgets\[1\] must be greater than or equal to 1, got -80"),
+        ([stored(budgets=[40, 81])], r"budgets must be at most 60 keys a layer in the mean, got \[40, 81\]"),
         ([stored(budgets=[40])], r"one for each layer of \[2, 4\]"),
         ([stored(choices=["full", PLAIN])], "choices must be among sinks"),
         ([stored(layers=[])], "one for each layer of"),

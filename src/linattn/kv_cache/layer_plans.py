@@ -85,6 +85,8 @@ def _read(reading: Reading, values: Any) -> MemoryPlan:
             reading.refuse(f"choices and budgets must be one for each layer of {plan.layers}, got {got}")
         if not set(trial.choices) <= set(CHOICES):
             reading.refuse(f"choices must be among {', '.join(CHOICES)}, got {trial.choices}")
+    if sum(plan.budgets) > plan.budget * len(plan.layers):
+        reading.refuse(f"budgets must be at most {plan.budget} keys a layer in the mean, got {plan.budgets}")
     if len(plan.labels) != len(plan.layers):
         reading.refuse(f"labels must be one for each layer of {plan.layers}, got {plan.labels}")
     try:

@@ -82,8 +82,6 @@ class MergedState(Restored):
             TypeError: `query` is no floating tensor.
             ValueError: shapes or devices do not fit the state; `soft_cap` is no finite number > 0.
         """
-        if not isinstance(query, Tensor):
-            raise TypeError(f"query must be a tensor, got {type(query).__name__}")
         check_dense(query=query)
         check_dtype("query", query, DTYPES, "a floating tensor", "convert it with .float()")
         sizes = self.checked_sizes()

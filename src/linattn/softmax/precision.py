@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linattn.softmax.tracing import has_values
+from linattn.softmax.tracing import has_tangents, has_values
 
 LOG2_E = math.log2(math.e)
 
@@ -45,8 +45,7 @@ def divided(num: Tensor, den: Tensor) -> Tensor:
 
 def are_large(factors: Iterable[Tensor]) -> bool:
     """Whether any is above 1, as far as numbers may be looked at, and first derivatives alone are asked for."""
-    is_first = torch.autograd.forward_ad._current_level < 0
-    return is_first and any(has_values(x) and bool((x > 1).any()) for x in factors)
+    return not has_tangents() and any(has_values(x) and bool((x > 1).any()) for x in factors)
 
 
 def rescaled(x: Tensor, of_value: Tensor | float, of_gradient: Tensor | float) -> Tensor:
