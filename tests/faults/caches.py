@@ -17,6 +17,20 @@ RECORDED = "tests/hf/test_recorded_calls.py"
 
 FAULTS = (
     Fault(
+        "put a bounded layer where a model's own holds more",
+        "hf/_choosing.py",
+        "kinds[place] not in (DynamicLayer, DynamicSlidingWindowLayer)",
+        '"Linear" in kinds[place].__name__',
+        f"{REFUSALS} -k windows",
+    ),
+    Fault(
+        "make a cache that bounds nothing, beside windows of the model's own",
+        "hf/bounded_cache.py",
+        "if layer.reason is None and layer.window is not None]",
+        "if layer.window is not None]",
+        f"{REFUSALS} -k windows",
+    ),
+    Fault(
         "answer the calls of other threads",
         "hf/interception.py",
         "or answer in _ENTERED.get()",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import MiniMaxConfig, MiniMaxForCausalLM, UnlimitedOcrTextConfig, UnlimitedOcrTextModel
 
 from linattn import MergedKV
 from linattn.hf import BoundedCache, LinearLMConfig, LinearLMForCausalLM, intercept, linearize_
@@ -88,6 +89,20 @@ def test_a_plan_of_keys_that_take_more_bytes(model, tmp_path):
 def test_models_without_a_layer_that_can_be_bounded(build, family, words):
     with pytest.raises(ValueError, match=words):
         BoundedCache(build(family))
+
+
+@pytest.mark.parametrize("window", [8, 512])
+def test_windows_that_are_not_all_of_a_layer(window):
+    """A prompt, or sums of recurrent layers, in caches of the models' own: a layer is not just left exact."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
+    few = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": window}
+    prompts = UnlimitedOcrTextModel(UnlimitedOcrTextConfig(**sizes, **few, vocab_size=64))
+    with pytest.raises(ValueError, match=r"no layer of Unlimited.* holds more than keys and values.*generate without"):
+        BoundedCache(prompts.eval(), config=FEW)
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4, "num_hidden_layers": 2}
+    sums = MiniMaxForCausalLM(MiniMaxConfig(**sizes, **few, **kinds, vocab_size=64))
+    with pytest.raises(ValueError, match=r"no layer of MiniMax.*does not run with a DynamicCache.*generate without"):
+        BoundedCache(sums.eval(), config=FEW)
 
 
 def test_models_with_caches_of_their_own(model):

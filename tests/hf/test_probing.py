@@ -91,7 +91,12 @@ REFUSED = {
             "n_mamba_heads": 8,
             "chunk_size": 8,
         },
-        "place in the cache also holds the state of a recurrent layer",
+        r"place in a cache holds more than keys and values \(LinearAttentionAndFullAttentionLayer\)",
+    ),
+    "prompts beside windows": (
+        ("UnlimitedOcrTextModel",),
+        {**DECODER, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+        r"place in a cache holds more than keys and values \(UnlimitedOcrDynamicReferenceSlidingWindowLayer\)",
     ),
     "position biases": (
         ("T5Model",),

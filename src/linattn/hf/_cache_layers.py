@@ -146,6 +146,7 @@ class RecordingLayer(StatefulLayer[S]):
         self.module_name = module_name
         self.record_past = False  # whether calls are recorded
         self._calls: tuple[RecordedCall, ...] = ()  # the last ones, two at most, where they are recorded
+        self._is_cropped = False  # since the last call
         self.handed: Tensor | None = None  # the new keys, between `update` and `attend`
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -185,18 +186,20 @@ class RecordingLayer(StatefulLayer[S]):
         out, after = made.made(sinks=call.sinks)
         self.handed = None
         self.advance_to(after, count)
+        # An assistant takes back all steps since the last crop at once.
+        room, self._is_cropped = window if self._is_cropped else max(window, _RECORDED), False
         if not self.record_past:
             # Calls that were recorded before one that was not cannot be taken back.
             self._calls = ()
-        elif self._calls and self._calls[-1].num_tokens + made.num_tokens <= window > made.num_tokens:
-            # A part of the call before it, where a window of so many tokens holds both.
+        elif self._calls and self._calls[-1].num_tokens + made.num_tokens <= room > made.num_tokens:
+            # A part of the call before it, where there is room for both.
             self._calls = (*self._calls[:-1], self._calls[-1].then(made))
         else:
-            self._calls = (*self._calls[-1:], made) if made.num_tokens < window else (made,)
+            self._calls = (*self._calls[-1:], made) if made.num_tokens < room else (made,)
         return by_token(out if made.num_tokens == count else torch.cat((early, out), 2))
 
     def activate_past_recording(self) -> None:
-        """Hold the last call's last tokens, and as many as the exact window is wide, which `crop` can take back."""
+        """Hold the last tokens since a crop, and as many as the exact window is wide, which `crop` can take back."""
         self.record_past = self.is_croppable = True
 
     def check_crop(self, tokens_to_remove: int) -> None:
@@ -206,14 +209,14 @@ class RecordingLayer(StatefulLayer[S]):
         count, recorded = abs(tokens_to_remove), sum(call.num_tokens for call in self._calls)
         if self.state is not None and count > recorded:
             raise ValueError(
-                f"a state cannot forget its last {count} tokens: {recorded} are recorded, those of the last call, of "
-                f"which {_RECORDED} at most, and as many as its exact window is wide, if activate_past_recording() was "
-                "called on the cache before they came; call it, or keep a fork of the cache from before"
+                f"a state cannot forget its last {count} tokens: {recorded} are recorded, those since the last crop, "
+                f"of which {_RECORDED} at most, and as many as its exact window is wide, if activate_past_recording() "
+                "was called on the cache before they came; call it, or keep a fork of the cache from before"
             )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens: the state before recorded calls takes the others in again."""
-        count = abs(tokens_to_remove)
+        count, self._is_cropped = abs(tokens_to_remove), True
         if count == 0 or self.state is None:
             return
         self.check_crop(tokens_to_remove)
@@ -339,7 +342,7 @@ class TextCache(ForkedCache):
         for layer in self.layers:
             if isinstance(layer, DynamicSlidingWindowLayer):
                 # Tokens behind which a window would not be full: transformers holds one window after a crop.
-                held, left = 0 if layer.keys is None else layer.keys.shape[-2], layer.get_seq_length() - count
+                held, left = DynamicLayer.get_seq_length(layer), layer.get_seq_length() - count
                 if held - count < min(left, layer.sliding_window - 1):
                     raise ValueError(
                         f"a sliding window of {layer.sliding_window} tokens cannot forget {count} of the {held} that "

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from linattn.hf._attention_modules import AttentionModule, attention_modules, parts_of
 from linattn.hf._calls import CAPS, SINKS, AskedMask
@@ -91,8 +91,7 @@ def choose(
     modules = probed.placed(modules)
     objections = _refusals(model, modules, probed, takes)
     if layers is None:
-        words = ((part.number, objections.get(part.number) or _caution(part, probed, merged)) for part in modules)
-        reasons = {number: reason for number, reason in words if reason is not None}
+        reasons = {x.number: why for x in modules if (why := objections.get(x.number) or _caution(x, probed, merged))}
         if len(reasons) == len(modules):
             for part in modules:
                 refuse_merged_decoder(model, part, merged)
@@ -134,15 +133,14 @@ def _refusals(
     model: PreTrainedModel, parts: list[AttentionModule], probed: Probe, takes: Collection[str]
 ) -> dict[int, str]:
     """Why layers cannot be replaced."""
-    words = ((part.number, probed.objection(part, takes)) for part in parts)
-    objections = {number: objection for number, objection in words if objection is not None}
+    objections = {part.number: words for part in parts if (words := probed.objection(part, takes))}
     cached = [part for part in parts if part.cache_place is not None and part.number not in objections]
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers if cached else []
+    kinds = list(map(type, DynamicCache(config=model.config.get_text_config(decoder=True)).layers if cached else []))
     holders: dict[int | None, str] = {}
     for part in cached:
         place = part.cache_place or 0
-        if place < len(layers) and isinstance(layers[place], LinearAttentionCacheLayerMixin):
-            objections[part.number] = "its place in the cache also holds the state of a recurrent layer"
+        if place < len(kinds) and kinds[place] not in (DynamicLayer, DynamicSlidingWindowLayer):
+            objections[part.number] = f"its place in a cache holds more than keys and values ({kinds[place].__name__})"
         elif place in holders:
             objections[part.number] = f"it has its place in the cache in common with {holders[place]}"
         else:
@@ -214,7 +212,7 @@ def _reason(part: AttentionModule, probed: Probe) -> str | None:
     if not all(isinstance(call.mask, AskedMask) for call in probed.calls[part.module]):
         return "its model makes its masks itself, without transformers' mask functions"
     if part.module not in probed.reached:
-        return "its attention function is not given what its cache returns"
+        return "it attends to keys made of those in its cache (as MLA does, whose cache is small as it is)"
     caution = None if part.window is not None else probed.caution(part.module)
     # What else to do there is for a map.
     return None if caution is None else caution.partition(";")[0]

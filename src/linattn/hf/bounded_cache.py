@@ -80,7 +80,7 @@ class BoundedCache(TextCache):
     To continue a text, give the same cache again; to try several continuations, continue from `fork`. A call that ends
     by an error leaves new tokens in some layers, which the next call refuses, or in all: go on from a fork made before.
     `crop` needs `activate_past_recording`, which assisted generation and prompt lookup call by themselves; a layer then
-    holds two states, and queries, keys and values of a call's last 256 tokens, or of two wider windows, besides. An
+    holds two states, and queries, keys and values of up to 512 of the last tokens, or of two wider windows, besides. An
     encoder-decoder takes it for its self-attention, `EncoderDecoderStates(BoundedCache(model), DynamicCache())`, and
     has forward pre-hooks from then on that refuse use_cache=False beside it, and an encoder's output of other sizes.
 
@@ -225,11 +225,10 @@ def _reasons(
         )
     # Softmax within a window is what those layers are; where all have one, the wider ones take more than the budget.
     is_mixed = any(layer.window is None for layer in cached)
-    narrow = {layer.number for layer in cached if _has_narrow_window(layer, budget, config)}
-    for layer in cached:
-        if layer.number in narrow or (is_mixed and layer.window is not None):
-            reasons[layer.number] = layer.reason or f"a sliding window of {layer.window} tokens"
-    if None not in reasons.values() and len(narrow) < len(cached):
+    windowed = [layer for layer in cached if layer.reason is None and layer.window is not None]
+    local = [layer for layer in windowed if is_mixed or _has_narrow_window(layer, budget, config)]
+    reasons |= {layer.number: f"a sliding window of {layer.window} tokens" for layer in local}
+    if None not in reasons.values() and len(local) < len(cached):
         words = "; ".join(dict.fromkeys(words for words in reasons.values() if words is not None))
         raise ValueError(f"no layer of {kind} can be bounded: {words}; generate without a BoundedCache")
     return reasons
