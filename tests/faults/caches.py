@@ -370,8 +370,8 @@ FAULTS = (
     Fault(
         "go on with a long call from the state before a record that was taken back",
         "hf/_cache_layers.py",
-        " <= window > made.num_tokens:",
-        " <= window:",
+        " <= room > made.num_tokens:",
+        " <= room:",
         RECORDED,
     ),
     Fault(

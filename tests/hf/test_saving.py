@@ -6,8 +6,9 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer, DynamicCache
+from transformers import AutoModel, AutoTokenizer, DynamicCache, SamConfig, SamModel
 
+from linattn import MergedKV
 from linattn.feature_maps import Balanced, Centred, FavorPlus, Hedgehog, LearnedExponential, Oprf, Sderf
 from linattn.hf import StateCache, capture, from_pretrained, linearize_, load, restore_, save_pretrained
 from linattn.hf.layer_attention import LayerAttention
@@ -63,6 +64,23 @@ def test_every_family_returns(build, tmp_path, family, method):
     model = build(family, head=HEADS.get(family, "Model"))
     linearize_(model, method=method, seed=5)
     assert_same(returned(model, tmp_path / "new"), model, batch(family))
+
+
+@pytest.mark.parametrize("method", ["Taylor(order=2)", MergedKV(4, 8, None)])
+def test_classes_that_name_no_width_and_choose_modules_by_an_implementation_return(tmp_path, method):
+    small = {"hidden_size": 8, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+    torch.manual_seed(0)
+    config = SamConfig(
+        vision_config={**small, "num_hidden_layers": 1, "output_channels": 8, "num_pos_feats": 4},
+        prompt_encoder_config={**small, "image_embedding_size": 4, "mask_input_channels": 4},
+        mask_decoder_config={**small, "num_hidden_layers": 1, "mlp_dim": 8, "iou_head_hidden_dim": 8},
+    )
+    model, inputs = SamModel(config).eval(), {"pixel_values": torch.randn(1, 3, 16, 16)}
+    inputs["input_points"] = torch.rand(1, 1, 2, 2) * 16
+    linearize_(model, method, example=inputs)
+    twin = returned(model, tmp_path / "saved")
+    with torch.no_grad():
+        assert torch.equal(twin(**inputs).pred_masks, model(**inputs).pred_masks)
 
 
 def test_the_choice_of_layers_and_the_whole_method_return(build, tmp_path):

@@ -41,17 +41,9 @@ class AttentionModule:
 
     @property
     def head_dim(self) -> int:
-        """D, as a pass has shown it, or under whichever name the family keeps it."""
-        if self.width is not None:
-            return self.width
-        for name in _WIDTHS:
-            width = getattr(self.module, name, None)
-            if isinstance(width, int):
-                return width
-        raise ValueError(
-            f"{self.name} ({type(self.module).__name__}) has none of the attributes {', '.join(_WIDTHS)}, so that the "
-            "width of its heads is not known; leave the layer out of `layers`"
-        )
+        """D, as a pass has shown it, or under whichever name the family keeps it; 0 where it is not known."""
+        widths = (self.width, *(getattr(self.module, name, None) for name in _WIDTHS))
+        return next((width for width in widths if isinstance(width, int)), 0)
 
     @property
     def window(self) -> int | None:

@@ -111,8 +111,11 @@ def describe_model(model: PreTrainedModel, state: Mapping[str, Tensor]) -> tuple
 
 def _check_weights(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
     """Refuse weights, of a `state` if there is one, that the model's class does not make of its configuration."""
+    config = deepcopy(model.config)
+    # Some classes choose modules by its name (SAM), and know none of ours.
+    config._attn_implementation = "eager"
     with torch.device("meta"):
-        names = set(type(model)(deepcopy(model.config)).state_dict())
+        names = set(type(model)(config).state_dict())
     weights = model.state_dict()
     names, held = names | (weights.keys() - softmax_state(model).keys()), (state or weights).keys()
     # A reader ties weights again.

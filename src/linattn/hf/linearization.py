@@ -283,7 +283,9 @@ def try_out(part: AttentionModule, attention: LayerAttention, label: str) -> Non
     attention.to(device)
     # What a map holds for each key/value head is (Hkv, ·, ·), what it holds for all of them has two dimensions.
     held = (x.shape[0] for x in (*attention.parameters(), *attention.buffers()) if x.ndim == 3)
-    token = torch.zeros(1, max(held, default=1), 1, part.head_dim, device=device)
+    # Modules of a folder that keep no width of their own (SAM) were given maps of theirs.
+    width: int = part.head_dim or getattr(attention.feature_map, "head_dim", 1)
+    token = torch.zeros(1, max(held, default=1), 1, width, device=device)
     if part.reads_another_text and (attention.window is not None or attention.merged is not None):
         raise ValueError(
             f"{part.name} (layer {part.number}) cannot attend by {label}: its queries are a decoder's and its keys "
@@ -299,7 +301,7 @@ def try_out(part: AttentionModule, attention: LayerAttention, label: str) -> Non
     try:
         with torch.no_grad():
             # One query and one key: causality hides nothing, and refuses maps that would learn from later queries.
-            attention(token, token, token, scale=part.head_dim**-0.5, is_causal=is_ordered)
+            attention(token, token, token, scale=width**-0.5, is_causal=is_ordered)
     except ValueError as error:
         fitted = [part for part in attention.modules() if isinstance(part, FittedMap)]
         is_unfitted = any(all(getattr(part, name) is None for name in part.fitted_buffers) for part in fitted)
