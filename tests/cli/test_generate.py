@@ -155,7 +155,7 @@ BESIDE = (
     r"1 global layers by sinks \d \+ window \d+(?: \+ \d+ in [46] bits)* \+ merged \d+(?: in 4 bits)?: "
     r"they keep at most "
     r"([\d,]+) bytes, ([\d,]+) after ([\d,]+) tokens; "
-    r"the full cache keeps ([\d,]+) of them"
+    r"the full cache keeps ([\d,]+) bytes in these layers"
 )
 
 
@@ -228,11 +228,14 @@ def test_a_budget_is_bounded_as_planned(hybrid, tmp_path):
         (("--budget", "50"), "has plans of 40, 60 keys, got a budget of 50"),
         (("--budget", "60"), "nothing better by a margin than sinks 4 + window 56"),
         (("--budget", "40", "--plan", tmp_path / "other"), "whose global layers are [0, 1], and Gemma3"),
-        (("--budget", "40", "--plan", tmp_path / "none"), "none"),
     ):
         refused = run(*words, *more)
         assert refused.exit_code == 1
         assert says in " ".join(refused.stderr.split())
+    (tmp_path / "none").write_text("{}", encoding="utf-8")
+    # Before a model is loaded.
+    refused = run("MODEL", *words[1:], "--budget", "40", "--plan", tmp_path / "none")
+    assert "none is not a linattn memory plan" in " ".join(refused.stderr.split())
 
 
 def test_a_budget_of_all_tokens_writes_the_exact_text(hybrid):
@@ -269,7 +272,7 @@ def test_a_prompt_from_a_file_or_the_standard_input_is_not_printed(of_bytes, tmp
     (tmp_path / "latin.txt").write_bytes("7 böttles".encode("latin-1"))
     refused = run(*words, "--prompt-file", tmp_path / "latin.txt")
     assert refused.exit_code == 1
-    assert "--prompt-file: 'utf-8' codec can't decode" in refused.stderr
+    assert "--prompt-file: save the text in UTF-8: 'utf-8' codec can't decode" in refused.stderr
 
 
 # Beside other programs that are forked after transformers has been imported.
@@ -295,6 +298,7 @@ def test_streams_that_the_caller_has_closed(run_program, of_bytes, closed):
         (("--prompt", "a", "--measure"), "are of a bounded cache; give --budget too"),
         (("--prompt", "a", "--plan", "p", "--budget", "9", "--recall", "far"), "give no --bits and no --recall"),
         (("--prompt", "a", "--plan", "p", "--budget", "9", "--bits", "4"), "give no --bits and no --recall"),
+        (("--prompt", "a", "--plan", "nowhere", "--budget", "9"), "--plan: there is no file nowhere"),
         (("--prompt", "a", "--budget", "9", "--recall", "all"), "'near', 'middle', 'far'"),
         (("--prompt", "a", "--budget", "9", "--recall", "far", "--bits", "4"), "--recall far has bits of its own"),
     ],

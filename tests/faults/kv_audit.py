@@ -67,6 +67,31 @@ FAULTS = (
         COMMAND,
     ),
     Fault(
+        "load a model before names and numbers are looked at",
+        "lab/commands/memory_audit.py",
+        "    check(asked.tasks or [FACTS], asked.kinds or (), num_passages",
+        "    dict(num_passages",
+        COMMAND,
+    ),
+    Fault(
+        "load a model before its plan is read",
+        "cli/generation.py",
+        """costs = [] if keeping is None else list(keeping.planned())
+        loaded = load_language_model(model)
+""",
+        """loaded = load_language_model(model)
+        costs = [] if keeping is None else list(keeping.planned())
+""",
+        "tests/cli/test_generate.py",
+    ),
+    Fault(
+        "print charts at the width of the screen",
+        "lab/report/templates/page.js",
+        "  widest = PAPER;\n",
+        "",
+        "lab/tests/report/browser",
+    ),
+    Fault(
         "hide the sample's bytes",
         "kv_cache/budget.py",
         "return sample_size(sizes.num_groups) * (sizes.head_dim * sizes.statistic_bytes + 1)",

@@ -56,7 +56,7 @@ def test_files_and_what_is_printed(run, tmp_path):
     assert (header.budgets, header.kinds, header.lengths) == ([40, 80], list(KINDS), [64, 96])
     assert len(rows) == 2 * 2 * (2 + 2 * 2)
     words = " ".join(result.output.split())
-    assert re.search(r"24 figures to measure, about \d+ minutes on this machine\.", words)
+    assert re.search(r"24 figures to measure, about \d+ (seconds|minutes?) on this machine\.", words)
     assert "What does a bounded KV cache lose?" in words
     assert "64 tokens within the bytes of 80 keys" in words
     assert "needles" not in words
@@ -176,6 +176,14 @@ def test_refusals(run, words, says):
     result = run(*words)
     assert result.exit_code == 1
     assert says in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("words", [("--method", "oracle"), ("--task", "oracle"), ("--passages", "0")])
+def test_wrong_names_and_numbers_are_refused_before_a_model_is_loaded(words, tmp_path):
+    asked = ["audit", "no-such-model", "--budget", "20", "--out", str(tmp_path), *words]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 1
+    assert f"linattn audit: {words[0]} must be" in " ".join(result.output.split())
 
 
 def test_what_is_left_out_is_named_before_anything_is_measured(run):

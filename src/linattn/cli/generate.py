@@ -52,8 +52,8 @@ Bits = Annotated[
 Recall = Annotated[
     Literal["near", "middle", "far"] | None,
     typer.Option(
-        help="With --budget: near (the default) has the least median KL divergence; middle retrieves facts from "
-        "farther back, with fewer tokens merged; far from farthest, with the fewest, in 3 bits."
+        help="With --budget: near (the default) has the least median KL divergence; middle merges fewer tokens, and "
+        "retrieves facts from farther back; far merges the fewest, and quantizes to 3 bits."
     ),
 ]
 PlanFile = Annotated[
@@ -104,6 +104,8 @@ def generate(
         raise typer.BadParameter(f"--recall {recall} has bits of its own; give no --bits")
     if bits not in (None, *range(2, 9), 32):
         raise typer.BadParameter(f"--bits must be from 2 to 8, or 32, got {bits}")
+    if plan is not None and not plan.is_file():
+        raise typer.BadParameter(f"--plan: there is no file {plan}; linattn audit --plan-out FILE writes one")
     # Help is not to wait for torch.
     from linattn.cli.generation import Keeping, generation
 

@@ -44,10 +44,8 @@ class Keeping:
     def cache(self, model: PreTrainedModel) -> BoundedCache:
         """An empty cache of this budget; ValueError, by the option's name, where there is none."""
         with of_option("--budget" if self.plan is None else "--plan"):
-            if self.plan is not None:
-                return BoundedCache(model, self.budget, plan=self.plan)
             bits = {None: BITS_BY_DEFAULT, _UNQUANTIZED: None}.get(self.bits, self.bits)
-            return BoundedCache(model, self.budget, bits=bits, recall=self.recall or RECALLS[0])
+            return BoundedCache(model, self.budget, bits=bits, recall=self.recall or RECALLS[0], plan=self.plan)
 
     def planned(self) -> Iterator[str]:
         """KL divergence that the plan itself has measured; nothing without a plan."""
@@ -73,8 +71,9 @@ def generation(
     console = Console(stderr=True)
     written: list[int] = []
     with ending(console, lambda: f"{len(written):,} tokens were written."):
-        with of_option("--prompt-file"):
+        with of_option("--prompt-file: save the text in UTF-8"):
             text = prompt if isinstance(prompt, str) else prompt.read().removesuffix("\n")
+        costs = [] if keeping is None else list(keeping.planned())
         loaded = load_language_model(model)
         tokens: Tensor = loaded.tokenizer(text, return_tensors="pt")["input_ids"].long()
         if not tokens.numel():
@@ -87,7 +86,6 @@ def generation(
             raise ValueError(f"the model has {most} positions, prompt and --tokens are {length} together; give fewer")
         draws = torch.Generator().manual_seed(seed)
         draw = partial(stream_tokens, loaded.model, cache=cache, temperature=temperature, top_p=top_p, generator=draws)
-        costs = [] if keeping is None else list(keeping.planned())
         measured, unread = 0.0, tokens
         if keeping is not None and keeping.measure:
             measured, words = _measured(console, loaded.model, tokens, cache)
@@ -158,9 +156,8 @@ def _texts(loaded: LoadedModel, prompt: list[int], stream: Iterator[Tensor], wri
 
 def _throughput(times: Sequence[float]) -> str:
     """Tokens a second in the median, and within which bounds 80 % of the tokens came; `times` has each token's."""
-    steps = torch.tensor([after - before for before, after in pairwise(times)], dtype=torch.float64)
-    shares = torch.tensor([0.9, 0.5, 0.1], dtype=torch.float64)
-    slow, median, fast = (1 / steps.clamp_min(1e-9).quantile(shares)).tolist()
+    steps = torch.tensor([after - before for before, after in pairwise(times)], dtype=torch.float64).clamp_min(1e-9)
+    slow, median, fast = (1 / steps.quantile(share).item() for share in (0.9, 0.5, 0.1))
     return f"{median:,.1f} tokens/s in the median (10 to 90 %: {slow:,.1f} to {fast:,.1f})"
 
 
@@ -197,7 +194,7 @@ def kept_in_words(cache: BoundedCache) -> Iterator[str]:
     labels = together([layer.config.label for layer in bounded])
     yield (
         f"{len(bounded)} global layers by {labels}: they keep at most {most:,} bytes, {now:,} after {number:,} tokens; "
-        f"the full cache keeps {full:,} of them"
+        f"the full cache keeps {full:,} bytes in these layers"
     )
 
 

@@ -21,12 +21,12 @@ from linattn.records.texts import Text
 from linattn_lab.asides import asides, set_aside
 from linattn_lab.commands._terminal import whole_numbers
 from linattn_lab.commands.stages import Stages, stages, until_pressed
-from linattn_lab.kv_audit.measuring import MemoryAudit
+from linattn_lab.kv_audit.measuring import MemoryAudit, check
 from linattn_lab.kv_audit.names import FACTS
 from linattn_lab.kv_audit.planning import is_of, plan_memory
 from linattn_lab.kv_audit.records import MEMORY, MemoryRow, key_of
 from linattn_lab.kv_audit.texts import KINDS, audit_texts, calibration_text
-from linattn_lab.pace import Pace
+from linattn_lab.pace import Pace, duration
 from linattn_lab.report import MemorySummary, write_report
 from linattn_lab.report.memory.summary import summarise_memory
 from linattn_lab.report.memory.words import glance, lost, place_words
@@ -59,8 +59,7 @@ def audit_memory(asked: Asked, others: Mapping[str, object], console: Console, *
     records = asked.out / "memory.jsonl"
     left = partial(_what_is_left, records, asked.out) if is_first else str
     with ending(console, left), interrupts() as pressed:
-        senseless = [name for name, value in others.items() if value is not None]
-        if senseless:
+        if senseless := [name for name, value in others.items() if value is not None]:
             raise ValueError(f"{', '.join(senseless)} and --budget are of two audits; leave one out")
         with stages(console) as watch:
             loaded, measured = _begun(asked, watch)
@@ -94,6 +93,7 @@ def _begun(asked: Asked, watch: Stages) -> tuple[LoadedModel, MemoryAudit]:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {asked.dtype!r}")
     if asked.plan_out is not None and asked.plan_out.exists():
         read_memory_plans(asked.plan_out)  # A file of anything else is not written over.
+    check(asked.tasks or [FACTS], asked.kinds or (), num_passages=asked.passages, num_samples=asked.samples)
     texts = audit_texts(asked.text, asked.text_kinds or KINDS)
     watch.begin(f"Loading {asked.model}")
     loaded = load_language_model(asked.model)
@@ -152,7 +152,7 @@ def _tell_the_cost(measured: MemoryAudit, earlier: Sequence[MemoryRow], watch: S
     left = sum(work for key, work in works.items() if key not in done)
     for name, reason in measured.header.left_out.items():
         watch.begin(f"Left out: {name}: {reason}.")
-    watch.begin(f"{len(works) - len(done):,} figures to measure, about {left / 60:,.0f} minutes on this machine.")
+    watch.begin(f"{len(works) - len(done):,} figures to measure, {duration(left)} on this machine.")
     watch.pace = Pace(sum(works.values()), done=sum(works.values()) - left, seconds_per_unit=1.0)
 
 

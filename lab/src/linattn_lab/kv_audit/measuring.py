@@ -19,7 +19,7 @@ from linattn.kv_cache.layer_plans import PLAIN, MemoryPlan
 from linattn.records.texts import Text
 from linattn_lab.circumstances import processor, versions
 from linattn_lab.kv_audit.facts import MOST_FACTS
-from linattn_lab.kv_audit.methods import DEFAULT_KINDS, Bounded, Method, methods
+from linattn_lab.kv_audit.methods import DEFAULT_KINDS, KINDS, Bounded, Method, methods, written_form
 from linattn_lab.kv_audit.names import FACTS, FULL, PLANNED
 from linattn_lab.kv_audit.passage_figures import MOST_MEASURED, NUM_WRITTEN, Passage, most_tokens
 from linattn_lab.kv_audit.passages import TokenText
@@ -62,7 +62,9 @@ class MemoryAudit:
 
         Cost: a few short forward passes.
         """
-        _check(loaded, tasks, num_passages=num_passages, num_samples=num_samples, num_facts=num_facts, chunk=chunk)
+        check(tasks, kinds or (), num_passages=num_passages, num_samples=num_samples, num_facts=num_facts, chunk=chunk)
+        if not (model := loaded.model).can_generate():
+            raise ValueError(f"{loaded.name} is a {type(model).__name__}; --budget is for causal language models")
         lengths = _lengths(loaded, lengths)
         self._loaded, self.bounded = loaded, Bounded.of(loaded.model)
         self._texts = {kind: TokenText.of(loaded, text) for kind, text in texts.items()}
@@ -221,17 +223,16 @@ def _circumstances(loaded: LoadedModel, bounded: Bounded, texts: Mapping[str, Te
     }
 
 
-def _check(loaded: LoadedModel, tasks: Sequence[str], **numbers: int) -> None:
-    """Refuse models without predictions, and numbers and names that mean nothing."""
-    if not loaded.model.can_generate():
-        raise ValueError(f"{loaded.name} is a {type(loaded.model).__name__}; --budget is for causal language models")
+def check(tasks: Sequence[str], kinds: Sequence[str], **numbers: int) -> None:
+    """Refuse numbers and names that mean nothing, whatever the model is."""
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
-    if numbers["num_facts"] > MOST_FACTS:
+    if numbers.get("num_facts", 0) > MOST_FACTS:
         raise ValueError(f"num_facts must be at most {MOST_FACTS}, got {numbers['num_facts']}")
-    unknown = [task for task in tasks if task not in TASKS]
-    if unknown:
+    for kind in (kind for kind in kinds if kind not in KINDS):
+        written_form(kind)
+    if unknown := [task for task in tasks if task not in TASKS]:
         raise ValueError(f"tasks must be among {', '.join(TASKS)}; got {', '.join(unknown)}")
     if len(set(tasks)) < len(tasks):
         raise ValueError(f"tasks must be different, got {', '.join(tasks)}; name each once")

@@ -132,7 +132,7 @@ def methods(budgets: Iterable[int], kinds: Sequence[str], sizes: Sizes) -> tuple
     Returns:
         The methods, and by "name at budget" why others are left out.
     """
-    written = {kind: _written_form(kind) for kind in kinds if kind not in KINDS}
+    written = {kind: written_form(kind) for kind in kinds if kind not in KINDS}
     named = [written[kind].label if kind in written else kind for kind in kinds]
     if len(set(named)) < len(named):
         raise ValueError(f"kinds must be different, got {', '.join(named)}; name each once")
@@ -213,7 +213,7 @@ def _averaged(names: frozenset[str], call: AttentionCall) -> Tensor:
     return call.uniform() if call.module_name in names else call.softmax()
 
 
-def _written_form(kind: str) -> MergedKV:
+def written_form(kind: str) -> MergedKV:
     """A configuration by its written form."""
     try:
         return MergedKV.parse(kind)
