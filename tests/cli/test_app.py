@@ -149,7 +149,7 @@ def test_missing_extras_are_named(monkeypatch):
 @pytest.mark.parametrize("name", LAB_COMMANDS)
 def test_a_command_of_the_laboratory_says_what_to_install_without_it(run_program, name):
     done = run_program(ALONE, name, "--help")
-    said = f"linattn {name}: linattn-lab is not installed here: pip install 'linattn[lab]'\n"
+    said = f"linattn {name} needs linattn-lab: pip install 'linattn[lab]', in a clone ./lab\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
 
 

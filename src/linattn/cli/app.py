@@ -106,7 +106,7 @@ class _Lazy(TyperGroup):
         asked = subcommands().get(cmd_name)
         if asked is None:
             if cmd_name in LAB_COMMANDS:
-                sys.exit(f"linattn {cmd_name}: linattn-lab is not installed here: pip install 'linattn[lab]'")
+                sys.exit(f"linattn {cmd_name} needs linattn-lab: pip install 'linattn[lab]', in a clone ./lab")
             return None
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
         single.command(cmd_name, cls=_Subcommand)(getattr(import_module(asked.module), cmd_name))

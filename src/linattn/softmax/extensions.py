@@ -25,15 +25,15 @@ EXTENSIONS = {"linattn_compiled": Extension("compiled", 8), "linattn_triton": Ex
 def missing(package: str) -> str:
     """Why the package cannot be called, or ""."""
     name, (extra, interface) = package.replace("_", "-"), EXTENSIONS[package]
+    how = f"(pip install -U 'linattn[{extra}]', in a clone ./{extra})"
     try:
         # A folder that is left where it was has none.
         installed = getattr(import_module(package), "INTERFACE", None)
     except ImportError as error:
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == package
-        why = f"is not installed (pip install 'linattn[{extra}]')" if is_absent else f"cannot be loaded: {error}"
-        return f"{name} {why}"
+        return f"{name} is not installed {how}" if is_absent else f"{name} cannot be loaded: {error}"
     if installed != interface:
-        return f"{name} has interface {installed}, wanted {interface} (pip install -U 'linattn[{extra}]')"
+        return f"{name} has interface {installed}, wanted {interface} {how}"
     return ""
 
 
