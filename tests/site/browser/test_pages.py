@@ -82,6 +82,16 @@ def test_every_table_of_every_page_has_room(visit, address):
     assert len(page.evaluate(CUT)["wide"]) > 5
 
 
+def test_no_table_is_cut_on_paper(visit, address):
+    """Of A4 without its margins, at 96 dots an inch; there nothing scrolls."""
+    page = visit("index.html", 718, has_scripts=False)
+    page.emulate_media(media="print")
+    for name in ("evidence/constant_memory.html", "evidence/index.html", *MAIN):
+        page.goto(f"{address}/{name}")
+        found = page.evaluate(CUT)
+        assert (found["wide"], found["cut"], found["beyond"]) == ([], [], []), name
+
+
 @pytest.mark.parametrize("name", ["index.html", "evidence/constant_memory.html", "report_json.html"])
 def test_nothing_runs_out_of_a_page(visit, name):
     """With the scripts, which put each table into a place of its own."""

@@ -11,8 +11,9 @@ pytestmark = pytest.mark.xdist_group("report in a browser")
 WIDTHS, PAPER = [390, 1280], 718
 DRAW = """
 document.querySelectorAll('details').forEach((one) => { one.open = true; });
-dispatchEvent(new Event('beforeprint'));
+for (const place of places) draw(place, figures[place.id]);
 """
+PRINT = "dispatchEvent(new Event('beforeprint'))"
 # Of every chart: pairs of labels whose boxes meet, and labels beyond its edges. Slanted names run along one another: of
 # two the lines must be a line's height apart.
 COVERED = """
@@ -82,7 +83,7 @@ def test_paper_has_headings_whole_tables_and_what_was_chosen(opened, theme):
     label = page.locator("#choice option").last.inner_text()
     page.locator("#choice").select_option(label=label)
     page.emulate_media(media="print", color_scheme=theme)
-    page.evaluate(DRAW)
+    page.evaluate(PRINT)
     for button in page.locator("th button").all():
         assert button.is_visible()
     for control in page.locator("select, input, #theme").all():
@@ -94,6 +95,18 @@ def test_paper_has_headings_whole_tables_and_what_was_chosen(opened, theme):
     assert page.evaluate(COVERED) == []
     # Ink on paper, whatever the screen has.
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+
+
+def test_charts_on_paper_are_drawn_at_its_width_and_then_at_the_screen_s(opened):
+    """Shrunk to it, those of a wide screen would have letters that nobody reads."""
+    page = opened(1280)
+    widths = "new Set([...document.querySelectorAll('.chart svg')].map((one) => one.width.baseVal.value))"
+    page.evaluate(PRINT)
+    printed = page.evaluate(f"[...{widths}]")
+    assert len(printed) == 1
+    assert 600 < printed[0] <= PAPER
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert min(page.evaluate(f"[...{widths}]")) > PAPER
 
 
 def test_paper_has_what_is_folded_on_the_screen(opened):

@@ -169,9 +169,12 @@ function tell(place, event) {
   tip.style.top = `${found.box.y - own.y - tip.offsetHeight - 8}px`;
 }
 
+// The most that a chart may be wide: on paper less.
+let widest = Infinity;
+
 // Puts a chart into its place; drawn again only where the width has changed.
 function draw(place, chart) {
-  const width = Math.max(260, Math.floor(place.clientWidth));
+  const width = Math.max(260, Math.min(widest, Math.floor(place.clientWidth)));
   if (Number(place.dataset.width) === width) return;
   if (!place.dataset.width) {
     place.insertAdjacentHTML("afterend", legend(chart));

@@ -14,14 +14,21 @@ for (const place of places) {
   seen.observe(place);
   resized.observe(place);
 }
-// Paper has no folds to open: all are, until it is printed.
+// Paper has no folds to open: all are, until it is printed. It is narrower than the screen, in pixels at 96 dots an inch:
+// charts that are shrunk to it have letters too small to read.
+const PAPER = 700;
 let folded = [];
 addEventListener("beforeprint", () => {
+  widest = PAPER;
   folded = [...document.querySelectorAll("details:not([open])")];
   for (const one of folded) one.open = true;
   for (const place of places) if (place.clientWidth) draw(place, figures[place.id]);
 });
-addEventListener("afterprint", () => { for (const one of folded) one.open = false; });
+addEventListener("afterprint", () => {
+  widest = Infinity;
+  for (const place of places) if (place.clientWidth) draw(place, figures[place.id]);
+  for (const one of folded) one.open = false;
+});
 
 function show(theme) {
   root.dataset.theme = theme;
