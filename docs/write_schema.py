@@ -35,7 +35,7 @@ def schema_page() -> str:
             for field, value in record["properties"].items()
         ]
         title = "The file" if name == top else name
-        parts += ["", f"## {title}", "", _escaped(record["description"]), "", table(("field", "is", ""), rows)]
+        parts += ["", f"## {title}", "", _escaped(record["description"]), "", table(("field", "is", "meaning"), rows)]
     return "\n".join(parts) + "\n"
 
 

@@ -112,7 +112,7 @@ def test_from_the_words_to_the_folder(run, folder, text, tmp_path, family):
 def test_the_table_shows_the_reports_figures(run, tmp_path):
     result = run("--map", LEARNED, "--minutes", "0.2")
     report, card = report_of(tmp_path / "out"), (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    labels = ["uniform averaging", "the map as drawn", "calibrated", "distilled"]
+    labels = ["uniform attention", "the map as drawn", "calibrated", "distilled"]
     for stage, label in zip(report["stages"], labels, strict=True):
         found = stage["agreement"]
         figures = [f"{found[name]:.4f}" for name in ("embedding_cosine", "token_cosine", "rank_correlation")]

@@ -48,7 +48,7 @@ def test_stages_below_both_baselines(conversion):
     assert table.baselines == 2
     assert table.rows == (
         ("exact attention", "1.0000", "1.0000", "1.0000", "0.0000"),
-        ("uniform averaging", "0.1000", "0.0500", "0.0250", "0.3000"),
+        ("uniform attention", "0.1000", "0.0500", "0.0250", "0.3000"),
         ("the map as drawn", "0.2000", "0.1000", "0.0500", "0.6000"),
         ("distilled", "0.4000", "0.2000", "0.1000", "1.2000"),
     )
@@ -69,7 +69,7 @@ def test_only_figures_that_exist_have_a_column(conversion):
 
 def test_layers_beside_averaging(conversion):
     table = layer_table(conversion)
-    assert table.columns == ("layer", "uniform averaging", "the map as drawn", "distilled", "worst head")
+    assert table.columns == ("layer", "uniform attention", "the map as drawn", "distilled", "worst head")
     assert table.rows == (
         ("layer.0", "0.8000", "0.6000", "0.2500", "0.5000"),
         ("layer.1", "0.8000", "0.7000", "0.3000", "0.6000"),

@@ -76,7 +76,7 @@ def test_audit(run, tmp_path, family):
     heads = 2 * 4
     assert len(without_times(rows)) == 2 + 2 + (2 * 2 + 1) * (heads + 1) + 3 * 2
     assert sum(isinstance(row, TimeRow) for row in rows) == 3
-    assert "averaging the values" in result.output
+    assert "uniform attention" in result.output
     assert "Up to 80 numbers per head, what 8 random features keep" in result.output
     assert str(tmp_path / "out" / "index.html") in result.output.replace("\n", "")
 
@@ -269,7 +269,12 @@ def test_a_file_that_is_no_audit_is_kept_aside(run, tmp_path):
 
 def test_every_stage_is_told_without_a_terminal(run):
     output = run("--map", "FavorPlus", "--map", "Relu", "--features", "8", "--draws", "2").output
-    wanted = ("Loading ", "Recording the attention of", "Measuring takes about ", "Exact attention and averaging")
+    wanted = (
+        "Loading ",
+        "Recording the attention of",
+        "Measuring takes about ",
+        "Exact attention and uniform attention",
+    )
     wanted += ("FavorPlus, 8 features, draw 1 of 2", "FavorPlus, 8 features, draw 2 of 2", "Relu, 8 features")
     places = [output.index(words) for words in wanted]
     assert places == sorted(places)

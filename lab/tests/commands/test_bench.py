@@ -68,7 +68,7 @@ def test_bench(run, tmp_path, words, features):
     assert header.lengths == [row.length for row in rows] == [8, 16, 24]
     assert (header.num_features, header.repeats, header.num_heads, header.head_dim) == (features, 2, 2, 8)
     assert (header.is_causal, header.backward) == ("--causal" in words, "--backward" in words)
-    for wanted in ("Crossover.", "Growth.", "Verified.", "How wrong.", "not measured, as asked for", "averaging"):
+    for wanted in ("Crossover.", "Growth.", "Verified.", "Error.", "not measured, as asked for", "uniform attention"):
         assert wanted in result.output
     assert str(tmp_path / "out" / "index.html") in result.output.replace("\n", "")
 

@@ -128,19 +128,16 @@ def test_limits_are_means_over_heads_narrowest_first(summary):
 def test_words(summary):
     narrow, wide = advise(summary).budgets
     assert narrow.heading == "Up to 48 numbers per head, what 8 random features keep"
-    assert narrow.text.startswith(
-        "No single method is better than averaging. The least error has FavorPlus (8 features)"
-    )
+    assert narrow.text.startswith("No method is better than uniform attention; the best is FavorPlus (8 features)")
     assert "Keep exact attention" in narrow.text
-    assert wide.text.startswith("Take FavorPlus (16 features): relative output error 0.53, averaging the values 0.80;")
-    assert "embedding 0.850, averaging 0.500" in wide.text
+    assert wide.text.startswith("Take FavorPlus (16 features): relative output error 0.53, uniform attention 0.80;")
+    assert "embedding 0.850, uniform 0.500" in wide.text
     found = {point.heading: point.text for point in advise(summary).doubts}
-    lost = found["No better than averaging the values"]
+    lost = found["No better than uniform attention"]
     assert lost.endswith("all the same: FavorPlus (8 features): 38%; Taylor (40 features): 0%.")
     alone = found["Random features alone"]
     assert alone == (
-        "1 of 2 measured is no better than averaging the values: the best, FavorPlus (16 features), has 0.66 of "
-        "averaging's error."
+        "1 of 2 measured is no better than uniform attention: the best, FavorPlus (16 features), has 0.66 × its error."
     )
     bad = found["Heads that stay above 0.3"]
     assert bad.startswith(
@@ -157,21 +154,19 @@ def test_words_where_nothing_is_to_be_said(summary):
 def test_words_of_targets(summary):
     fair, good = advise(summary).targets
     assert (fair.heading, good.heading) == ("For a mean error of 0.3", "For a mean error of 0.1")
-    assert fair.text.startswith(
-        "No method measured reaches it; the least error has FavorPlus (16 features): error 0.53"
-    )
+    assert fair.text.startswith("No method measured reaches it; least error: FavorPlus (16 features), error 0.53")
     small, fast, worse = (replace(line, error=replace(line.error, mean=0.2)) for line in summary.lines)
     small = replace(small, state_numbers=10, flops_per_token=900)
     fast = replace(fast, state_numbers=20, flops_per_token=100)
     fair, good = advise(replace(summary, lines=(worse, fast, small))).targets
     assert fair.text == (
-        "The smallest state has FavorPlus (8 features): error 0.20, 10 numbers kept per head. The fastest is FavorPlus "
-        "(16 features): error 0.20, 20 numbers kept per head."
+        "Smallest state: FavorPlus (8 features), error 0.20, 10 numbers kept per head. Least time: FavorPlus "
+        "(16 features), error 0.20, 20 numbers kept per head."
     )
     assert good.text.startswith("No method measured reaches it")
     # What was timed counts before operations.
     fair, _ = advise(replace(summary, lines=(worse, fast, replace(small, time_ratio=0.5)))).targets
-    assert fair.text.startswith("The smallest state and the least time has FavorPlus (8 features): error 0.20")
+    assert fair.text.startswith("Smallest state and least time: FavorPlus (8 features), error 0.20")
     assert fair.text.endswith("0.50 × softmax's time.")
     broken = tuple(replace(line, error=replace(line.error, mean=math.nan)) for line in summary.lines)
     assert advise(replace(summary, lines=broken)).targets[0].text == "No method measured reaches it."
@@ -181,7 +176,7 @@ def test_a_method_without_a_map_has_no_width(summary):
     line = replace(summary.lines[1], map="merged 8", features=0, head_ratios=((0.5, 0.5), (0.5, 1.0)))
     advice = advise(replace(summary, lines=(line,)))
     assert "Take merged 8: relative output error 0.53" in advice.budgets[1].text
-    assert "has merged 8: error 0.53, " in advice.targets[0].text
+    assert "least error: merged 8, error 0.53, " in advice.targets[0].text
 
 
 def test_words_when_another_method_is_better_for_the_whole_model(summary):
@@ -204,7 +199,7 @@ def test_a_single_random_map_reads_as_one(summary):
     advice = advise(replace(summary, lines=summary.lines[:1]))
     alone = next(point.text for point in advice.doubts if point.heading == "Random features alone")
     assert alone == (
-        "The one measured is no better than averaging the values: FavorPlus (8 features) has 1.25 of averaging's error."
+        "The one measured is no better than uniform attention: FavorPlus (8 features) has 1.25 × its error."
     )
 
 
@@ -236,7 +231,7 @@ def test_a_curve_joins_what_nothing_beats(summary):
 def test_tables(summary):
     table = overview(summary)
     assert table.rows[0] == ("softmax, exact", "0.00", "0.00", "100%", "1.000", "1.00", "", "384")
-    assert table.rows[1][:3] == ("averaging the values", "0.80", "1.00")
+    assert table.rows[1][:3] == ("uniform attention", "0.80", "1.00")
     row = ("FavorPlus (8 features)", "1.00 ± 0.18", "1.25", "38%", "0.600 ± 0.141", "–", "–", "40")
     assert table.rows[2] == row
     assert heads(summary).rows[2][:3] == ("FavorPlus (8 features)", "40", "288")
@@ -254,7 +249,7 @@ def test_averaging_may_be_exact(tmp_path):
     AUDIT.write(tmp_path / "audit.jsonl", HEADER, rows)
     found = summarise_audit(tmp_path / "audit.jsonl")
     for table in (overview(found), heads(found)):
-        places = [table.columns.index(name) for name in ("error", "error / averaging")]
+        places = [table.columns.index(name) for name in ("error", "error / uniform")]
         assert [[row[place] for place in places] for row in table.rows] == [["0.00", "1.00"]] * 3
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert "could not be read" not in page
@@ -307,7 +302,7 @@ def test_the_page_holds_the_frontier(page):
     state, flops = page.figure("state-frontier"), page.figure("flops-frontier")
     limit = "matrix cut to a rank (SVD)"
     both = ["random features", "elementwise and polynomial maps"]
-    baselines = ["averaging the values", "exact attention over 48 tokens"]
+    baselines = ["uniform attention", "exact attention over 48 tokens"]
     assert [curve["name"] for curve in state["curves"]] == [*both, limit, *baselines]
     assert [curve["name"] for curve in flops["curves"]] == [*both, *baselines]
     random = state["curves"][0]
@@ -338,5 +333,5 @@ def test_the_page_of_a_text_too_long_for_the_limit(summary, tmp_path):
 def test_the_page_has_the_words_and_the_end_to_end_table(page):
     words = " ".join("".join(page.words).split())
     assert "Take FavorPlus (16 features)" in words
-    assert "No better than averaging the values" in words
-    assert "averaging the values" in words
+    assert "No better than uniform attention" in words
+    assert "uniform attention" in words

@@ -160,6 +160,20 @@ def test_table_has_baselines_first_and_the_least_divergence_next(summary):
     assert ratios[BOUNDED] == "–"
 
 
+def test_one_figure_has_no_range(tmp_path):
+    """Where one passage was read."""
+    rows = [
+        memory_passage(0, FULL, 0.0, budget=0),
+        memory_passage(0, UNIFORM, 0.8, budget=0),
+        memory_passage(0, BOUNDED, 0.1),
+    ]
+    MEMORY.write(tmp_path / "memory.jsonl", MEMORY_HEADER, rows)
+    alone = summarise_memory(tmp_path / "memory.jsonl")
+    table = table_at(alone, *alone.hardest)
+    for name in ("prefill s", "tokens/s"):
+        assert " to " not in "".join(row[table.columns.index(name)] for row in table.rows)
+
+
 def test_chart(summary):
     chart = kl_by_bytes(summary, 600)
     assert chart.curves[0].name == BOUNDED

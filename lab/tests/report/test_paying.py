@@ -75,7 +75,7 @@ def test_a_method_that_is_better_than_averaging_is_named_before_one_whose_draws_
         ({"seconds": (8.0,) * 3}, "Do not, at 8 tokens: Relu (2 features) has"),
         (
             {"error": 0.9},
-            "Do not: no method measured is better than averaging the values at 8 tokens: Relu (2 features) has",
+            "Do not: no method measured is better than uniform attention at 8 tokens: Relu (2 features) has",
         ),
         ({"seconds": None}, "Time was not measured: Relu (2 features) has error 0.05."),
         ({"error": float("inf")}, "No: no method measured has a finite error."),

@@ -1,4 +1,4 @@
-"""Softmax model -> linear model: calibrate, swap, distil, and say at every stage how wrong it is.
+"""Softmax model -> linear model: calibrate, swap, distil, and measure the error at every stage.
 
 Letters: B batch, H query heads, L tokens, n of them that are live or chosen, E width of a state, V vocabulary.
 """

@@ -5,7 +5,7 @@ from linattn.convert.stages import Stage
 from linattn.records.tables import Table
 
 _WORDS = {
-    "uniform": "uniform averaging",
+    "uniform": "uniform attention",
     "unconverted": "the map as drawn",
     "calibrated": "calibrated",
     "converted": "distilled",
@@ -36,9 +36,9 @@ def stage_table(conversion: Conversion) -> Table:
 
 
 def layer_table(conversion: Conversion) -> Table:
-    """The relative error of each layer's attention by stage, beside averaging's; the worst head at the stage kept."""
+    """The relative error of each layer by stage, beside uniform attention's; of the worst head at the stage kept."""
     stages = [stage for stage in conversion.stages if stage.layers]
-    columns = ("layer", "uniform averaging", *(_WORDS[stage.name] for stage in stages), "worst head")
+    columns = ("layer", "uniform attention", *(_WORDS[stage.name] for stage in stages), "worst head")
     rows = []
     for number, summary in enumerate(conversion.result.layers):
         figures = (summary.uniform_error, *(stage.layers[number].error for stage in stages), summary.worst)
@@ -103,7 +103,7 @@ def model_card(conversion: Conversion, name: str) -> str:
         f"{len(layers.replaced)} of {len(layers.layers)} attention layers attend by `{conversion.method}`. "
         f"Training: {steps or 'none'}. Load it with `linattn.hf.from_pretrained`; transformers' own classes would load "
         "these weights under softmax, for which they were not trained.",
-        f"How wrong it is, on {conversion.num_held_out} texts of {conversion.num_held_out_tokens:,} tokens that "
+        f"Error on {conversion.num_held_out} texts of {conversion.num_held_out_tokens:,} tokens that "
         "nothing was fitted to or trained on, against the original model:",
         stage_table(conversion).markdown(),
         " ".join(filter(None, (f"{kept_in_words(conversion)}.", speed_in_words(conversion)))),

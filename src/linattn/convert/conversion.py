@@ -37,9 +37,9 @@ def convert_(
 
     Every layer's map is fitted to the queries and keys that sample texts give (`fit`); maps with weights are trained
     until their attention rows are those of softmax (`transfer`); then the whole model is distilled against its original
-    outputs (`distil`). The best weights on validation texts are kept. How wrong the model is, layer by layer and
+    outputs (`distil`). The best weights on validation texts are kept. The error, layer by layer and
     end to end, is measured before, between and after on texts held out from all of that, and the model is left at the
-    stage that was least wrong: training that is too short may do harm.
+    stage with the least error: training that is too short may do harm.
 
     Inside `linattn.training.launched` every process has the model and the samples: layers, texts and batches are dealt
     out, and the first process writes. Every figure but a time is that of one process, to the bit before training and,

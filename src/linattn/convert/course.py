@@ -29,7 +29,7 @@ _DISTILLED_MAP_RATE = 0.1
 
 @dataclass(frozen=True)
 class Conversion:
-    """Result of a conversion: replaced layers, and how wrong the model is at each stage, on texts it never trained on.
+    """Result of a conversion: replaced layers, and the model's error at each stage, on texts it never trained on.
 
     Attributes:
         method: written form of the map and its exact part, those of the converted layers in order where they differ.

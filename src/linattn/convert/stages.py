@@ -1,4 +1,4 @@
-"""How wrong each stage is, in every layer and as a whole, beside both baselines; letters as in convert/__init__.py."""
+"""The error of each stage, in every layer and as a whole, beside both baselines; letters as in convert/__init__.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LayerError:
         layer: the qualified name of its attention module.
         error: relative Frobenius error of a head's output, mean over heads and texts.
         worst: that of the worst head, mean over texts.
-        uniform_error: what averaging the values uniformly would give in place of `error`.
+        uniform_error: that of uniform attention, which averages the values.
     """
 
     layer: str

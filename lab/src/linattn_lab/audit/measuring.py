@@ -155,7 +155,7 @@ class Audit:
 
     def _units(self, kept: Kept) -> Iterator[_Unit]:
         """All but times at growing lengths."""
-        stage, num_tokens = "Exact attention and averaging the values", self.header.num_tokens
+        stage, num_tokens = "Exact attention and uniform attention", self.header.num_tokens
         passed = pass_work(num_tokens) * len(self._layers)
         for label, answer in ((EXACT, AttentionCall.softmax), (UNIFORM, AttentionCall.uniform)):
             measure = partial(self._whole.end_to_end, label, None, 0, answer)

@@ -80,7 +80,7 @@ class HeadRow:
     draw: int  # from 0; 0 for maps that are not random
     seed: int | None  # seed of this layer's draw; null for maps that are not random
     error: float  # relative Frobenius error of the head's output
-    uniform_error: float  # the same for averaging the values uniformly
+    uniform_error: float  # the same for uniform attention
     total_variation: float  # mean total variation between the attention rows
     uniform_total_variation: float  # the same for uniform rows
     # mean KL divergence (nats) of the approximate rows from the exact ones; null where a weight is not positive

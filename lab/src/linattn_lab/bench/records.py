@@ -72,7 +72,7 @@ class LengthRow:
         gradient_error: the same for the gradients of queries, keys and values together; null without backward.
         approximation_error: relative error of linear attention against exact attention, mean over heads; random
             inputs, so that it says nothing of a trained model.
-        uniform_error: the same for averaging the values uniformly.
+        uniform_error: the same for uniform attention.
         linear_seconds: seconds of each timed call of linear attention.
         exact_seconds: the same for exact attention; null where it was left out.
         exact_predicted: the seconds for which exact attention was left out; null where it was not.

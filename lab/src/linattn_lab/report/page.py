@@ -38,7 +38,7 @@ class Report:
     """What there is to show; None for what was not measured.
 
     Attributes:
-        audit: how wrong the maps are on a model's heads.
+        audit: the error of the maps on a model's heads.
         claims: what was said of linear attention, and what holds.
         bench: how fast it is.
         memory: what a language model loses by a bounded KV cache.

@@ -19,7 +19,7 @@ class Advice:
 
     targets: tuple[Point, ...]  # which method meets a mean error at the smallest state, one point per error
     budgets: tuple[Point, ...]  # what to take, one point per budget of numbers kept
-    # how random features alone stand, which heads stay bad, which maps are no better than averaging the values and
+    # how random features alone stand, which heads stay bad, which maps are no better than uniform attention and
     # which hardly better; one point each, if any
     doubts: tuple[Point, ...]
 
@@ -28,7 +28,7 @@ def advise(summary: AuditSummary) -> Advice:
     """Put an audit into words.
 
     Best means the least relative output error, mean over heads and draws. A map's errors count against it by their
-    spread over draws: it is better than averaging only if mean plus spread is below averaging's error.
+    spread over draws: it is better than uniform attention only if mean plus spread is below that one's error.
     """
     budgets = [(width, width * (summary.header.value_dim + 2)) for width in sorted(summary.header.features)]
     doubts = (_random_features(summary), _bad_heads(summary))
@@ -46,23 +46,23 @@ def _at_target(summary: AuditSummary, target: float) -> Point:
     met = [line for line in summary.lines if line.error.mean <= target]
     if not met:
         best = best_line(summary.lines)
-        nearest = f"; the least error has {_found(best)}" if best else ""
+        nearest = f"; least error: {_found(best)}" if best else ""
         return Point(heading, f"No method measured reaches it{nearest}.")
     small = min(met, key=lambda line: (line.state_numbers, line.flops_per_token))
     fast = min(met, key=lambda line: (line.time_ratio or math.inf, line.flops_per_token, line.state_numbers))
     if fast is small:
-        return Point(heading, f"The smallest state and the least time has {_found(small)}.")
-    return Point(heading, f"The smallest state has {_found(small)}. The fastest is {_found(fast)}.")
+        return Point(heading, f"Smallest state and least time: {_found(small)}.")
+    return Point(heading, f"Smallest state: {_found(small)}. Least time: {_found(fast)}.")
 
 
 def _found(line: Line) -> str:
     """A method with its error and its costs."""
     time = "" if line.time_ratio is None else f", {number(line.time_ratio)} × softmax's time"
-    return f"{line.words}: error {number(line.error.mean)}, {line.state_numbers:,} numbers kept per head{time}"
+    return f"{line.words}, error {number(line.error.mean)}, {line.state_numbers:,} numbers kept per head{time}"
 
 
 def _random_features(summary: AuditSummary) -> Point | None:
-    """How random features alone stand to averaging, where some of them are no better."""
+    """How random features alone stand to uniform attention, where some of them are no better."""
     alone = [line for line in summary.lines if family(line.map) == RANDOM]
     lost = [line for line in alone if line.verdict == "no better"]
     best = best_line(alone)
@@ -73,7 +73,7 @@ def _random_features(summary: AuditSummary) -> Point | None:
     name = best.words if len(alone) == 1 else f"the best, {best.words},"
     return Point(
         "Random features alone",
-        f"{share} no better than averaging the values: {name} has {number(best.ratio)} of averaging's error.",
+        f"{share} no better than uniform attention: {name} has {number(best.ratio)} × its error.",
     )
 
 
@@ -98,7 +98,7 @@ def _bad_heads(summary: AuditSummary) -> Point | None:
     return Point(
         f"Heads that stay above {TARGETS[0]}",
         f"With {best.words}, the best method measured, {len(bad)} of {counted(len(errors), 'head')}: {named}{more}. "
-        "Keep softmax in these layers: give linearize_ the numbers of the others as `layers`.",
+        "Keep softmax in these layers: name the others in linearize_(…, layers=[…]).",
     )
 
 
@@ -110,15 +110,13 @@ def _at_budget(summary: AuditSummary, width: int, numbers: int) -> Point:
     if best is None:
         return Point(heading, "No method measured keeps so few.")
     found = f"{best.words}: relative output error {number(best.error.mean)}"
-    against = f"averaging the values {number(best.uniform_error)}"
+    against = f"uniform attention {number(best.uniform_error)}"
     if best.verdict == "no better":
-        first = (
-            f"No single method is better than averaging. The least error has {found}; {against}. Keep exact attention."
-        )
+        first = f"No method is better than uniform attention; the best is {found}; {against}. Keep exact attention."
     else:
-        verb = "Take" if best.verdict == "better" else "Nothing is much better than averaging. The least error has"
+        verb = "Take" if best.verdict == "better" else "Nothing is much better than uniform attention; the best is"
         cosine, other = best.embedding_cosine.mean, summary.baselines[1].embedding_cosine
-        first = f"{verb} {found}, {against}; cosine of the embedding {number(cosine, 3)}, averaging {number(other, 3)}."
+        first = f"{verb} {found}, {against}; cosine of the embedding {number(cosine, 3)}, uniform {number(other, 3)}."
     parts = (first, _for_whole_model(affordable, best))
     return Point(heading, " ".join(filter(None, parts)))
 
@@ -142,6 +140,6 @@ def _doubt(summary: AuditSummary, verdict: str) -> Point | None:
         return None
     less = f", by less than {SMALL_GAIN:.0%}" if verdict == "hardly better" else ""
     return Point(
-        f"{verdict.capitalize()} than averaging the values{less}",
+        f"{verdict.capitalize()} than uniform attention{less}",
         f"The share of heads on which a method is better all the same: {'; '.join(found)}.",
     )

@@ -36,7 +36,7 @@ class Explorer:
     queries: tuple[int, ...]  # numbers of the tokens that attend
     exact_bytes: int  # of the exact cache per head
     heads: tuple[str, ...]  # each in words
-    averaging: tuple[float | None, ...]  # error of averaging the values, by head
+    averaging: tuple[float | None, ...]  # error of uniform attention, by head
     exact: tuple[str, ...]  # softmax's rows of each head
     methods: tuple[ExploredMethod, ...]  # all others
 

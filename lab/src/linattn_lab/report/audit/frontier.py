@@ -104,7 +104,7 @@ def _chart(curves: Sequence[Curve], summary: AuditSummary, exact: int, title: st
     return Chart(
         (
             *curves,
-            baseline("averaging the values", [min(sizes), max(*sizes, exact)], [uniform] * 2, "dot"),
+            baseline("uniform attention", [min(sizes), max(*sizes, exact)], [uniform] * 2, "dot"),
             baseline(tokens, [exact] * 2, [min(errors, default=uniform), uniform], "dashdot"),
         ),
         Axis(title, is_logarithmic=True),

@@ -49,7 +49,7 @@ def glance_chart(summary: AuditSummary) -> Chart:
     return Chart(
         (
             *curves,
-            baseline("averaging the values", [min(costs), max(costs)], [uniform] * 2, "dot"),
+            baseline("uniform attention", [min(costs), max(costs)], [uniform] * 2, "dot"),
             baseline("softmax", [softmax] * 2, [min([*errors, uniform]), max([*errors, uniform])], "dashdot"),
         ),
         Axis(title, is_logarithmic=True),

@@ -18,7 +18,7 @@ def verdict(summary: AuditSummary) -> Point:
 
     A smaller state is of use where it is kept between calls: an encoder keeps none.
 
-    The method is one that is better than averaging, where any is: the fastest of those with a mean error of at most
+    The method is one that is better than uniform attention, where any is: the fastest of those with an error of at most
     0.1, if one of them is faster than softmax; else of those with at most 0.3; else the one with the least error.
     """
     heading = "Should I linearize this model?"
@@ -29,7 +29,7 @@ def verdict(summary: AuditSummary) -> Point:
     if chosen.time_ratio is None:
         answer = "Time was not measured"
     elif chosen.verdict == "no better":
-        answer = f"Do not: no method measured is better than averaging the values at {length}"
+        answer = f"Do not: no method measured is better than uniform attention at {length}"
     elif chosen.time_ratio < 1:
         answer = f"Yes, at {length}, if the error will do"
     elif summary.header.is_causal and chosen.state_numbers < summary.exact_numbers:

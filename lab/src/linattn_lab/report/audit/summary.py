@@ -47,14 +47,14 @@ class Line:
         draws: how many draws were measured.
         error: relative output error, mean over heads.
         median_error: median over heads, mean over draws.
-        uniform_error: the same as `error` for averaging the values.
-        better_heads: share of heads with less error than averaging, mean over draws.
+        uniform_error: the same as `error` for uniform attention.
+        better_heads: share of heads with less error than uniform attention, mean over draws.
         total_variation: of the attention rows, mean over heads.
         kl: mean over heads, in nats; None where some head has none.
-        predicted_ratio: median over heads of the predicted error over averaging's; None without a closed form.
+        predicted_ratio: median over heads of the predicted error over uniform attention's; None without a closed form.
         embedding_cosine: of the whole model, to the exact one.
         token_cosine: of the whole model, mean over tokens.
-        head_ratios: error over averaging's error of `[layer][head]`, mean over draws.
+        head_ratios: error over uniform attention's of `[layer][head]`, mean over draws.
         time_ratio: the whole model's time over its time with softmax, medians; None in files without times.
         crossover: from which length on one layer's attention is faster than softmax; None where that was not timed.
     """
@@ -84,14 +84,14 @@ class Line:
 
     @property
     def ratio(self) -> float:
-        """Mean error over that of averaging uniformly."""
+        """Mean error over that of uniform attention."""
         return over(self.error.mean, self.uniform_error)
 
     @property
     def verdict(self) -> str:
-        """How the map stands to averaging, its spread over draws counted against it.
+        """How the map stands to uniform attention, its spread over draws counted against it.
 
-        "better", "hardly better" or "no better" than averaging.
+        "better", "hardly better" or "no better" than uniform attention.
         """
         worst = self.ratio + over(self.error.spread or 0.0, self.uniform_error)
         if not worst < 1:
@@ -101,7 +101,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Baseline:
-    """Exact attention or uniform averaging in every layer.
+    """Exact attention or uniform attention in every layer.
 
     Attributes:
         name: "exact" or "uniform".
@@ -143,7 +143,7 @@ class AuditSummary:
         header: its circumstances.
         lines: one per map and width, in the order measured.
         baselines: exact, then uniform.
-        uniform_errors: error of averaging of `[layer][head]`.
+        uniform_errors: error of uniform attention of `[layer][head]`.
         limits: of the attention matrices cut to a rank, narrowest first; none where the text was too long for them.
         explored: a few attention rows of each head under each method; None in files without them.
         unfinished: methods of which some width or draw is not measured yet, in the order they will be.
@@ -256,7 +256,7 @@ def _exact(row: ModelRow) -> Baseline:
 
 
 def _uniform(row: ModelRow, heads: list[HeadRow]) -> Baseline:
-    """Uniform averaging, whose errors every head row repeats."""
+    """Uniform attention, whose errors every head row repeats."""
     return Baseline(
         row.map,
         fmean(head.uniform_error for head in heads),

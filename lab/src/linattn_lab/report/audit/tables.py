@@ -10,7 +10,7 @@ from linattn_lab.crossover import Crossover
 from linattn_lab.report._text import number
 from linattn_lab.report.audit.summary import AuditSummary, MeanAndSpread, over
 
-_BASELINES = ("softmax, exact", "averaging the values")
+_BASELINES = ("softmax, exact", "uniform attention")
 
 
 def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
@@ -22,7 +22,7 @@ def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
         {
             "method": name,
             "error": number(row.error),
-            "error / averaging": number(over(row.error, uniform.error)),
+            "error / uniform": number(over(row.error, uniform.error)),
             "heads better": better,
             "cosine": number(row.embedding_cosine, 3),
             **costs,
@@ -35,7 +35,7 @@ def overview(summary: AuditSummary, *, spreads: bool = True) -> Table:
         {
             "method": line.words,
             "error": show(line.error),
-            "error / averaging": number(line.ratio),
+            "error / uniform": number(line.ratio),
             "heads better": f"{line.better_heads:.0%}",
             "cosine": show(line.embedding_cosine, 3),
             "time / softmax": _optional(line.time_ratio),
@@ -78,7 +78,7 @@ def heads(summary: AuditSummary) -> Table:
         {
             "method": name,
             "error": number(row.error),
-            "error / averaging": number(over(row.error, uniform.error)),
+            "error / uniform": number(over(row.error, uniform.error)),
             "total variation": number(row.total_variation),
             "KL (nats)": _optional(row.kl),
         }
@@ -91,7 +91,7 @@ def heads(summary: AuditSummary) -> Table:
             "FLOPs per token": f"{line.flops_per_token:,}",
             "error": with_spread(line.error),
             "median error": number(line.median_error),
-            "error / averaging": number(line.ratio),
+            "error / uniform": number(line.ratio),
             "predicted": _optional(line.predicted_ratio),
             "heads better": f"{line.better_heads:.0%}",
             "total variation": with_spread(line.total_variation),
@@ -104,7 +104,7 @@ def heads(summary: AuditSummary) -> Table:
 
 
 def head_cells(summary: AuditSummary) -> dict[str, list[list[float | None]]]:
-    """Error over averaging's of [layer][head] for every method, by its words; None where not finite."""
+    """Error over uniform attention's of [layer][head] for every method, by its words; None where not finite."""
     return {
         line.words: [
             [round(ratio, 4) if math.isfinite(ratio) else None for ratio in layer] for layer in line.head_ratios

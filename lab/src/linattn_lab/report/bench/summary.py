@@ -72,7 +72,7 @@ def slope(points: Sequence[tuple[int, float]]) -> float | None:
 
 
 def conclude(summary: BenchSummary) -> tuple[Point, ...]:
-    """The crossover, growth, what is kept of a text or left out, correctness, and how wrong the approximation is."""
+    """The crossover, growth, what is kept of a text or left out, correctness, and the error of the approximation."""
     points = [Point("Crossover", _crossover_words(summary.crossover))]
     if summary.linear_slope is not None:
         exact = _MISSING if summary.exact_slope is None else f"L^{summary.exact_slope:.2f}"
@@ -97,12 +97,12 @@ def length_table(summary: BenchSummary, *, spreads: bool = True) -> Table:
         "length",
         "linear ms",
         "exact ms",
-        "times faster",
+        "speed / exact",
         "linear MB",
         "exact MB",
         "linear tokens/s",
         "linear error",
-        "averaging error",
+        "uniform error",
     )
     return Table(columns, tuple(_cells(summary.header, row, spreads=spreads) for row in summary.rows))
 
@@ -158,17 +158,16 @@ def _correctness(summary: BenchSummary) -> Point:
 
 
 def _approximation(summary: BenchSummary) -> Point:
-    """How wrong linear attention is, between its two baselines."""
+    """The error of linear attention, between its two baselines."""
     error = max(row.approximation_error for row in summary.rows)
     uniform = max(row.uniform_error for row in summary.rows)
     tokens = min(summary.header.num_verified, summary.header.lengths[-1])
     text = (
         f"On these random inputs {summary.words} is up to {number(error)} away from exact attention (relative error "
-        f"over {counted(tokens, 'token')}), averaging the values {number(uniform)}"
-        f"{'' if error < uniform else ': it is no better than averaging'}. What it does to your model, linattn audit "
-        "tells."
+        f"over {counted(tokens, 'token')}), uniform attention {number(uniform)}"
+        f"{'' if error < uniform else ': it is no better'}. linattn audit measures the error on your model."
     )
-    return Point("How wrong", text)
+    return Point("Error", text)
 
 
 def _milliseconds(samples: list[float] | None, *, spreads: bool) -> str:

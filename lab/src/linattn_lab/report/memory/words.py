@@ -162,8 +162,9 @@ def _needles(line: MemoryLine) -> float:
 
 
 def _spread(spread: Spread) -> str:
-    """A median and the range."""
-    return f"{spread.median:.3g} ({spread.low:.3g} to {spread.high:.3g})"
+    """A median and, of several, the range."""
+    several = "" if spread.low == spread.high else f" ({spread.low:.3g} to {spread.high:.3g})"
+    return f"{spread.median:.3g}{several}"
 
 
 def _share(shares: dict[str, float], name: str) -> str:

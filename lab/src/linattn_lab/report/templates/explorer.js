@@ -46,7 +46,7 @@ if (explorer) {
     const head = Number(heads.value), method = explorer.methods.find((one) => one.name === methods.value);
     const saved = method.bytes < explorer.exact_bytes ? "less than" : "no less than";
     document.getElementById("explorer-words").textContent =
-      `${method.name} on ${explorer.heads[head]}: relative error of its output ${inDigits(method.errors[head])}, averaging the values `
+      `${method.name} on ${explorer.heads[head]}: relative error of its output ${inDigits(method.errors[head])}, uniform attention `
       + `${inDigits(explorer.averaging[head])}, softmax 0. It keeps ${inBytes(method.bytes)} per head, ${saved} the `
       + `${inBytes(explorer.exact_bytes)} of the exact cache of ${explorer.tokens.toLocaleString("en")} tokens.`;
     explorerPlaces.forEach((id, place) => {
