@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,19 @@ def test_no_page_asks_another_host_for_anything(site: Path) -> None:
                 assert "//" not in (attributes.get(name) or ""), f"{path.name}: <{tag} {name}={attributes[name]!r}>"
     for path in site.rglob("*.css"):
         assert not re.search(r"url\([\"']?(?:https?:)?//", path.read_text(encoding="utf-8")), path.name
+
+
+def test_headings_descend_one_level_at_a_time_and_columns_have_names(site: Path) -> None:
+    """As those who hear a page need it; axe-core calls it heading-order and empty-table-header."""
+    for path in html_pages(site):
+        text = path.read_text(encoding="utf-8")
+        levels = [
+            int(level)
+            for level in re.findall(r"<h([1-6])\b", re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL))
+        ]
+        skipped = [(a, b) for a, b in pairwise(levels) if b > a + 1]
+        assert not skipped, f"{path.name}: {skipped}"
+        assert not re.search(r"<th\b[^>]*>\s*</th>", text), path.name
 
 
 def test_pages_are_of_bearable_size(site: Path) -> None:
