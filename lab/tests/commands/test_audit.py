@@ -303,7 +303,7 @@ def test_the_short_grid_is_measured_unless_more_is_asked_for(run, tmp_path, monk
     monkeypatch.setattr("linattn_lab.commands.head_audit.SHORT_METHODS", ("FavorPlus",))
     monkeypatch.setattr("linattn_lab.commands.head_audit.FULL_METHODS", ("FavorPlus", "Relu"))
     shown = run(family="bert").output
-    assert "The methods that decide are measured; --full measures all 2." in shown
+    assert "1 of 2 methods are measured; --full measures all." in shown
     header, rows = AUDIT.read(tmp_path / "out" / "audit.jsonl")
     assert (header.maps, header.features, header.draws) == (["FavorPlus"], [256], 1)
     assert not any(isinstance(row, RankRow) for row in rows)

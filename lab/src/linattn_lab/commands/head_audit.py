@@ -70,7 +70,7 @@ def audit_heads(asked: Asked, console: Console, *, is_first: bool) -> None:
             begun.append(measured.header)
             _tell(measured.header, num_tokens, console)
             if not (asked.full or asked.maps):
-                watch.begin(f"The methods that decide are measured; --full measures all {len(FULL_METHODS)}.")
+                watch.begin(f"{len(SHORT_METHODS)} of {len(FULL_METHODS)} methods are measured; --full measures all.")
             measure(measured, records, again=asked.again, watch=watch, pressed=pressed)
         if records is None:
             return
