@@ -143,6 +143,25 @@ def test_everyone_can_read_a_page(visit, name, width, theme):
     assert bad == []
 
 
+def test_the_keyboard_opens_the_navigation_of_a_narrow_page_and_is_never_out_of_sight(visit):
+    page = visit("faq.html", 390)
+    focused = "(() => { const box = document.activeElement.getBoundingClientRect(); return [box.left, box.right]; })()"
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Navigation"
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        left, right = page.evaluate(focused)
+        assert right >= 0
+        assert left < 390, page.evaluate("document.activeElement.outerHTML")
+    page.locator("#__drawer").focus()
+    page.keyboard.press("Space")
+    link = page.locator(".md-sidebar--primary a", has_text="Install").first
+    link.wait_for()
+    link.focus()
+    page.wait_for_timeout(500)
+    assert page.evaluate(focused)[0] >= 0
+
+
 def hits(page):
     """Where the first three hits lead, without the words to be marked there."""
     links = page.locator(".md-search-result__link").evaluate_all("all => all.slice(0, 3).map((one) => one.href)")
