@@ -34,6 +34,15 @@ def test_the_readme_is_short_and_its_links_lead_somewhere():
     assert [link for link in links if "://" not in link and not (README.parent / link).exists()] == []
 
 
+def test_links_to_a_heading_lead_to_one():
+    """As a repository's host names it: in small letters, punctuation left out, a hyphen for each space."""
+    links = re.findall(r"\]\(([\w/]+\.md)#([^)]+)\)", README.read_text(encoding="utf-8"))
+    assert len(links) >= 3
+    for page, anchor in links:
+        heads = re.findall(r"(?m)^#+ (.*)$", (README.parent / page).read_text(encoding="utf-8"))
+        assert anchor in {re.sub(r"[^\w\- ]", "", head).lower().replace(" ", "-") for head in heads}, (page, anchor)
+
+
 def test_every_extra_is_told_with_what_it_adds():
     extras = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     told = dict(re.findall(r"\| `([\w-]+)` \| (.*?) \|", (README.parent / "docs" / "install.md").read_text()))
