@@ -19,6 +19,8 @@ from apart import Apart
 from elsewhere import locked_elsewhere
 from linattn.cli.app import app
 from linattn.hf import load
+from linattn_lab.audit import paying
+from linattn_lab.audit.grid import SHORT_METHODS
 from linattn_lab.audit.measuring import Audit
 from linattn_lab.audit.records import AUDIT, HeadRow, LengthsRow, RankRow, TimeRow
 from linattn_lab.audit.truth import LayerTruth
@@ -286,9 +288,10 @@ def test_methods_that_cannot_pay_are_left_out_unless_asked_for(run, wide_folder,
     monkeypatch.setattr("linattn_lab.commands.head_audit.SHORT_METHODS", ("Relu", "Expansion(num_centres=64)"))
     monkeypatch.setattr("linattn_lab.commands.head_audit.load", lambda name: load(str(wide_folder)))
     reason = "on heads 256 wide its state has 4,227,200 numbers, as many as the keys and values of 8,257 tokens"
+    reason += "; --map measures it all the same"
     result = run()
     assert result.exit_code == 0, result.output
-    assert f"Left out: Expansion(num_centres=64): {reason}. --map measures it all the same." in result.output
+    assert f"Left out: Expansion(num_centres=64): {reason}." in result.output
     header, rows = AUDIT.read(tmp_path / "out" / "audit.jsonl")
     assert (header.maps, header.left_out) == (["Relu"], {"Expansion(num_centres=64)": reason})
     assert {row.map for row in rows if isinstance(row, HeadRow)} == {"Relu"}
@@ -296,6 +299,21 @@ def test_methods_that_cannot_pay_are_left_out_unless_asked_for(run, wide_folder,
     assert f"Expansion(num_centres=64): {reason}." in page.text
     assert "Left out" not in run("--map", "Expansion(num_centres=64)").output
     assert AUDIT.read(tmp_path / "out" / "audit.jsonl")[0].left_out == {}
+
+
+@pytest.mark.parametrize(("family", "left_out"), [("llama", ["merged 128"]), ("bert", [])])
+def test_methods_that_a_model_cannot_call_are_left_out(run, tmp_path, monkeypatch, family, left_out):
+    """All others of the short grid are measured; by name such a method is refused before anything else is."""
+    monkeypatch.setattr(paying, "_MOST_SECONDS", 0.0)
+    result = run("--features", "8", family=family)
+    assert result.exit_code == 0, result.output
+    header, rows = AUDIT.read(tmp_path / "out" / "audit.jsonl")
+    assert (list(header.left_out), len(header.maps)) == (left_out, len(SHORT_METHODS) - len(left_out))
+    assert {row.map for row in rows if isinstance(row, HeadRow)} == set(header.maps)
+    monkeypatch.setattr(LayerTruth, "__init__", lambda *_, **__: pytest.fail("measured"))
+    for method in left_out:
+        refused = run("--map", "Relu", "--map", method, family=family)
+        assert (refused.exit_code, "give window too" in refused.output) == (1, True)
 
 
 def test_the_short_grid_is_measured_unless_more_is_asked_for(run, tmp_path, monkeypatch):

@@ -1,15 +1,15 @@
-"""Methods that cannot pay: their state outgrows all keys and values of any text a model is likely to read.
+"""Methods that a model cannot call, or that cannot pay: their state outgrows the keys and values of any likely text.
 
 Letters: L tokens, D head width, Dv value width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from math import ceil
 
+from linattn.hf import AttentionCall
 from linattn.methods.measures import exact_state_numbers
-from linattn.methods.method import Method
 from linattn_lab.audit.grid import AuditGrid
 from linattn_lab.built_methods import build
 from linattn_lab.costs import state_numbers
@@ -18,29 +18,36 @@ from linattn_lab.costs import state_numbers
 _LENGTH = 8192
 
 
-def unpayable(grid: AuditGrid, widths: Iterable[tuple[int, int]], *, scale: float, num_tokens: int) -> dict[str, str]:
-    """Methods that keep more numbers than exact attention does, at 8,192 tokens and at the text's own length.
+def unusable(grid: AuditGrid, calls: Sequence[AttentionCall]) -> dict[str, str]:
+    """Why methods are of no use: a refusal of such calls, or more numbers than exact attention keeps.
+
+    Those are counted at 8,192 tokens and at the calls' own length.
 
     Example:
+        >>> import torch
         >>> from linattn.methods.method import parse_method
         >>> wanted = AuditGrid((parse_method("Taylor(order=1)"), parse_method("Taylor(order=2)")))
-        >>> list(unpayable(wanted, [(256, 256)], scale=1.0, num_tokens=512))
+        >>> tokens = torch.zeros(3, 1, 1, 512, 256)
+        >>> call = AttentionCall(0, "attention", *tokens, key_mask=None, is_causal=False, scale=1.0)
+        >>> list(unusable(wanted, [call]))
         ['Taylor(order=2)']
     """
+    num_tokens, scale, is_causal = calls[0].query.shape[2], calls[0].scale, calls[0].is_causal
     length, found = max(num_tokens, _LENGTH), {}
+    widths = sorted({(call.query.shape[-1], call.value.shape[-1]) for call in calls})
     for method in grid.methods:
-        for head_dim, value_dim in sorted(set(widths)):
-            kept = _least_state(grid, method, head_dim, value_dim, scale)
+        width = min(grid.features) if method.takes_features else None
+        for head_dim, value_dim in widths:
+            built = build(method, head_dim, num_features=width, scale=scale, seed=0)
+            try:
+                built.check_call(num_tokens, is_causal=is_causal)
+            except ValueError as error:
+                found[method.label] = str(error)
+                break
+            kept = state_numbers(built, value_dim=value_dim)
             if kept > exact_state_numbers(length, head_dim=head_dim, value_dim=value_dim):
                 found[method.label] = (
                     f"on heads {head_dim} wide its state has {kept:,} numbers, as many as the keys and values of "
-                    f"{ceil(kept / (head_dim + value_dim)):,} tokens"
+                    f"{ceil(kept / (head_dim + value_dim)):,} tokens; --map measures it all the same"
                 )
     return found
-
-
-def _least_state(grid: AuditGrid, method: Method, head_dim: int, value_dim: int, scale: float) -> int:
-    """Numbers the method keeps per head at the narrowest width measured."""
-    width = min(grid.features) if method.takes_features else None
-    built = build(method, head_dim, num_features=width, scale=scale, seed=0)
-    return state_numbers(built, value_dim=value_dim)

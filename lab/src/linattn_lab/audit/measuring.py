@@ -24,7 +24,7 @@ from linattn.records.texts import Text
 from linattn_lab.audit.grid import AuditGrid, Configuration, LayerMaps, in_words
 from linattn_lab.audit.kept import Kept
 from linattn_lab.audit.layer_rows import head_rows, rank_rows, ranks
-from linattn_lab.audit.leaving_out import unpayable
+from linattn_lab.audit.leaving_out import unusable
 from linattn_lab.audit.paying import time_lengths, worth_timing
 from linattn_lab.audit.recording import record
 from linattn_lab.audit.records import EXACT, UNIFORM, AuditRow, Header, HeadRow, LengthsRow, WeightsRow
@@ -80,8 +80,7 @@ class Audit:
         self._places = {call.module_name: place for place, call in enumerate(calls)}
         first = length // 2 if calls[0].is_causal else 0
         self._whole = WholeModel(loaded.model, inputs, recorded.output, first=first, names=frozenset(self._places))
-        shapes = [(call.query.shape[-1], call.value.shape[-1]) for call in calls]
-        left_out = unpayable(grid, shapes, scale=calls[0].scale, num_tokens=length) if leave_out else {}
+        left_out = unusable(grid, calls) if leave_out else {}
         methods = tuple(method for method in grid.methods if method.label not in left_out)
         self.grid = replace(grid, methods=methods)
         self._samples = self._built(calls[0])
@@ -235,13 +234,16 @@ class Audit:
         return weights_row(label, features, number, heads, self._layers[number].sampled_queries, weights)
 
     def _built(self, call: AttentionCall) -> dict[tuple[str, int | None], BuiltMethod]:
-        """A map of each method and width, for its sizes; a bad option fails here."""
-        head_dim, scale = call.query.shape[-1], call.scale
-        return {
-            (one.method.label, one.num_features): one.build(head_dim, scale=scale, layer=0)
+        """A map of each method and width, for its sizes; a bad option, or a call without meaning, fails here."""
+        _, _, num_tokens, head_dim = call.query.shape
+        samples = {
+            (one.method.label, one.num_features): one.build(head_dim, scale=call.scale, layer=0)
             for one in self.grid.configurations()
             if one.draw == 0
         }
+        for built in samples.values():
+            built.check_call(num_tokens, is_causal=call.is_causal)
+        return samples
 
     def _sample(self, configuration: Configuration) -> BuiltMethod:
         """The map that tells a configuration's sizes."""

@@ -115,8 +115,7 @@ def _tell(header: Header, tokens: int, console: Console) -> None:
             highlight=False,
         )
     for label, reason in header.left_out.items():
-        text = f"Left out: {label}: {reason}. --map measures it all the same."
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(f"Left out: {label}: {reason}.", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print(console: Console, summary: AuditSummary) -> None:
