@@ -187,7 +187,7 @@ def test_words_on_correctness_and_on_how_wrong(summary, summary_of):
     changes = {"gradient_error": math.inf, "approximation_error": 0.9, "linear_memory": None, "exact_memory": None}
     signed = summary_of([row(length, **changes) for length in LENGTHS], header)
     assert "Output and gradients of FavorPlus came within inf" in words(signed, "Verified")
-    assert "there is no bound: its weights have both signs" in words(signed, "Verified")
+    assert "there is no bound for weights of both signs" in words(signed, "Verified")
     assert "it is no better" in words(signed, "Error")
     assert words(signed, "Memory") == "It was not measured on this system."
 

@@ -27,10 +27,10 @@ class Inputs:
     tokens: tuple[Tensor, Tensor, Tensor]  # query, key and value, each (B, H, L, D)
     upstream: Tensor | None  # the output's gradient, (B, H, L, D); None where only the output is wanted
 
-    def first(self, num_tokens: int) -> Inputs:
-        """The first tokens alone."""
-        query, key, value = (x.detach()[:, :, :num_tokens] for x in self.tokens)
-        upstream = None if self.upstream is None else self.upstream[:, :, :num_tokens]
+    def first(self, num_tokens: int, num_heads: int) -> Inputs:
+        """The first tokens of the first heads alone, of one text."""
+        query, key, value = (x.detach()[:1, :num_heads, :num_tokens] for x in self.tokens)
+        upstream = None if self.upstream is None else self.upstream[:1, :num_heads, :num_tokens]
         return Inputs((query, key, value), upstream)
 
     def double(self) -> Inputs:

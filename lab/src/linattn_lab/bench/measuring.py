@@ -13,7 +13,6 @@ from linattn_lab.bench.contenders import EXACT, LINEAR, Inputs, draw_inputs, exa
 from linattn_lab.bench.errors import NUM_VERIFIED, verify
 from linattn_lab.bench.records import BenchHeader, LengthRow
 from linattn_lab.bench.settings import Settings
-from linattn_lab.built_methods import BuiltMethod
 from linattn_lab.circumstances import processor, versions
 from linattn_lab.costs import exact_flops_per_token, flops_per_token, state_numbers
 
@@ -89,10 +88,9 @@ class Bench:
         left_out = predicted is not None and predicted > self.header.exact_limit
         announce(f"L = {length:,}: verifying")
         inputs = draw_inputs(settings, length)
-        built = fitted_method(settings, inputs)
-        errors = verify(settings, inputs, built)
+        errors = verify(settings, inputs)
         announce(f"L = {length:,}: timing")
-        found = self._time(inputs, built, with_exact=not left_out)
+        found = self._time(inputs, with_exact=not left_out)
         if memory.can_measure(settings):
             announce(f"L = {length:,}: memory")
         return LengthRow(
@@ -108,8 +106,9 @@ class Bench:
             exact_memory=None if left_out else self._memory(length, EXACT),
         )
 
-    def _time(self, inputs: Inputs, built: BuiltMethod, *, with_exact: bool) -> dict[str, list[float]]:
+    def _time(self, inputs: Inputs, *, with_exact: bool) -> dict[str, list[float]]:
         """Seconds of each contender."""
+        built = fitted_method(self._settings, inputs)
         runs = {LINEAR: linear_run(self._settings, inputs, built)}
         if with_exact:
             runs[EXACT] = exact_run(self._settings, inputs, built)

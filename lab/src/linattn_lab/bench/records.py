@@ -32,8 +32,9 @@ class BenchHeader:
         lengths: L, numbers of tokens, ascending.
         repeats: timed calls of each contender at each length, interleaved after one warm-up each.
         seed: the map's draw and the inputs follow from it.
-        num_verified: the first tokens, at most this many, enter the errors.
-        error_bound: the largest error at which anything was timed; null where the map's weights have both signs.
+        num_verified: the first tokens of two heads, at most this many, enter the errors.
+        error_bound: the largest error at which anything was timed; null where the map's weights have both signs, or
+            keys are in few bits.
         exact_limit: exact attention is left out from the length on where one call is predicted to take more seconds.
         memory: what the rows' memory figures mean, or why there are none.
     """
@@ -68,7 +69,7 @@ class LengthRow:
 
     Attributes:
         length: L, the number of tokens.
-        error: relative error of linear attention's output against its own definition in float64, of the worst head.
+        error: relative error of linear attention's output against its own definition in float64, of the worse head.
         gradient_error: the same for the gradients of queries, keys and values together; null without backward.
         approximation_error: relative error of linear attention against exact attention, mean over heads; random
             inputs, so that it says nothing of a trained model.

@@ -87,9 +87,12 @@ class Settings:
         1e-4 for what happens in float32, plus eps / 2 where the result is rounded to a dtype of 16 bits.
 
         Returns:
-            The bound; None for a signed map, whose normaliser may cross zero and magnify any rounding.
+            The bound; None for a signed map, whose normaliser may cross zero and magnify any rounding, and for causal
+            keys in few bits, of which float64 rounds others.
         """
-        if not built.nonnegative:
+        merged = self.method.merged if self.is_causal else None
+        in_few_bits = merged is not None and (merged.bits is not None or bool(merged.coded))
+        if in_few_bits or not built.nonnegative:
             return None
         rounded = self.torch_dtype != torch.float32
         return _FLOAT32_BOUND + (torch.finfo(self.torch_dtype).eps / 2 if rounded else 0.0)

@@ -151,7 +151,10 @@ def _correctness(summary: BenchSummary) -> Point:
     what = "Output and gradients" if summary.header.backward else "The output"
     found = f"{what} of {summary.header.map} came within {max(errors):.1e} of the definition in float64"
     if summary.header.error_bound is None:
-        text = f"{found}; there is no bound: its weights have both signs, and its normaliser may come near zero."
+        text = (
+            f"{found}; there is no bound for weights of both signs, whose normaliser may come near zero, nor for keys "
+            "in few bits, of which float64 rounds others."
+        )
     else:
         text = f"{found} (relative error; the bound is {summary.header.error_bound:.1e})."
     return Point("Verified", text)
