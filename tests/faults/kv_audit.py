@@ -301,4 +301,11 @@ FAULTS = (
         "build_maps(methods := methods[:1] * len(methods), self._layers",
         "tests/hf/test_merged_keys.py",
     ),
+    Fault(
+        "take a text for the task that it is called as",
+        "lab/kv_audit/records.py",
+        "return (type(row), *place",
+        "return (PassageRow, *place",
+        "lab/tests/commands/test_memory_audit.py lab/tests/kv_audit/test_measuring.py",
+    ),
 )

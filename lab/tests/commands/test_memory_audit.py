@@ -15,7 +15,7 @@ from linattn.hf import ByteTokenizer
 from linattn.kv_cache.layer_plans import read_memory_plans
 from linattn_lab.kv_audit.measuring import MemoryAudit
 from linattn_lab.kv_audit.names import BOUNDED
-from linattn_lab.kv_audit.records import MEMORY
+from linattn_lab.kv_audit.records import MEMORY, PassageRow, TaskRow
 
 pytestmark = pytest.mark.usefixtures("unprofiled")
 
@@ -85,6 +85,18 @@ def test_an_interrupted_run_goes_on(run, tmp_path, monkeypatch):
     assert again.exit_code == 0, again.output
     assert "3 of 6 figures were measured before and are kept" in again.output
     assert MEMORY.read(tmp_path / "out" / "memory.jsonl")[1][:3] == early
+
+
+def test_a_text_that_is_called_as_a_task_is(model, tmp_path, monkeypatch):
+    """Once more, nothing is measured and the file holds what it held."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "facts").write_text("a few words, again and again; " * 100, encoding="utf-8")
+    words = ["audit", str(model), "--text", "facts", "--budget", "40", "--tokens", "1900", "--method", "merged keys"]
+    assert CliRunner(env=WIDE).invoke(app, words).exit_code == 0
+    first = MEMORY.read(tmp_path / "report" / "memory.jsonl")
+    assert {type(row) for row in first[1]} == {PassageRow, TaskRow}
+    assert CliRunner(env=WIDE).invoke(app, words).exit_code == 0
+    assert MEMORY.read(tmp_path / "report" / "memory.jsonl") == first
 
 
 def test_another_audit_s_file_is_kept_aside(run, tmp_path):

@@ -101,15 +101,17 @@ class MemoryAudit:
 
     def wanted(self) -> list[Key]:
         """What is measured of what, in order."""
-        places = [(kind, number, length) for kind, number, length, _ in self._places]
-        keys = [(*place, method.name, method.budget) for place in places for method in self.methods]
-        return keys + [(*place, method.name, method.budget) for place, method in self._questions()]
+        places = [
+            ((kind, number, length), method) for kind, number, length, _ in self._places for method in self.methods
+        ]
+        keys: list[Key] = [(PassageRow, *place, method.name, method.budget) for place, method in places]
+        return keys + [(TaskRow, *place, method.name, method.budget) for place, method in self._questions()]
 
     def work(self, key: Key) -> float:
         """Seconds that a figure takes on this machine, estimated from a short text."""
-        name, _, num_tokens, _, _ = key
+        kind, name, _, num_tokens, _, _ = key
         per_token, per_step = self._seconds
-        writes = NUM_WRITTEN if name in self._texts else 0 if name == FACTS else 64
+        writes = NUM_WRITTEN if kind is PassageRow else 0 if name == FACTS else 64
         return (num_tokens + self.header.chunk) * per_token + writes * per_step
 
     def rows(self, earlier: Sequence[MemoryRow] = (), watch: Watch = _SILENT) -> Iterator[MemoryRow]:
@@ -142,13 +144,13 @@ class MemoryAudit:
         for kind, number, length, start in self._places:
             passage = Passage(self._loaded, self._texts[kind].passage(start, length), self.header.chunk)
             for method in self.methods:
-                key = (kind, number, length, method.name, method.budget)
+                key: Key = (PassageRow, kind, number, length, method.name, method.budget)
                 if key not in done:
                     words = f"{method.label}{_at(method.budget)}, {kind} {number + 1}, {length:,} tokens"
                     measure = partial(self._passage_row, passage, (kind, number), method)
                     yield Unit(words, "", self.work(key), measure, is_alone=True)
         for place, method in self._questions():
-            key = (*place, method.name, method.budget)
+            key = (TaskRow, *place, method.name, method.budget)
             if key in done:
                 continue
             is_full = method.name == FULL
@@ -170,7 +172,7 @@ class MemoryAudit:
     def _is_answered(self, place: tuple[str, int, int], scores: Mapping[Key, float]) -> bool:
         """Whether the full cache answers a task, in the mean over its samples."""
         task, _, length = place
-        found = [score for key, score in scores.items() if (key[0], key[2], key[3]) == (task, length, FULL)]
+        found = [score for key, score in scores.items() if (key[1], key[3], key[4]) == (task, length, FULL)]
         return sum(found) / len(found) >= ENOUGH
 
     def _passage_row(self, passage: Passage, place: tuple[str, int], method: Method) -> list[PassageRow]:

@@ -127,8 +127,8 @@ class TaskRow:
 
 
 MemoryRow = PassageRow | TaskRow
-Key = tuple[str, int, int, str, int]
-"""Text or task, passage or sample, tokens, method, budget."""
+Key = tuple[type[MemoryRow], str, int, int, str, int]
+"""Kind of the row, text or task, passage or sample, tokens, method, budget; a text may be called as a task is."""
 
 MEMORY: Form[MemoryHeader, MemoryRow] = Form(
     "an audit of a bounded KV cache", MemoryHeader, {"passage": PassageRow, "task": TaskRow}
@@ -138,4 +138,4 @@ MEMORY: Form[MemoryHeader, MemoryRow] = Form(
 def key_of(row: MemoryRow) -> Key:
     """What a row was measured of."""
     place = (row.text, row.passage) if isinstance(row, PassageRow) else (row.task, row.sample)
-    return (*place, row.num_tokens, row.method, row.budget)
+    return (type(row), *place, row.num_tokens, row.method, row.budget)
