@@ -76,6 +76,14 @@ class Verdict:
     tolerance: str  # one sentence: how far the figure may lie from the claim, and where that comes from
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What every `Config` has beside sizes of its own."""
+
+    seconds: float  # of all figures, on two cores
+    seed: int = 0  # everything random follows from it
+
+
 class Experiment(Protocol):
     """A module of this folder: one file, one claim."""
 
@@ -85,9 +93,9 @@ class Experiment(Protocol):
     """Paper and section, or the text and its section."""
     AXES: Axes
     """How its figures are drawn."""
-    QUICK: Any
-    """A frozen `Config`, taken within seconds; its `seconds` says how many, on two cores."""
-    FULL: Any
+    QUICK: Sizes
+    """A frozen `Config`, taken within seconds."""
+    FULL: Sizes
     """A frozen `Config` at the size of the source."""
 
     def rows(self, config: Any) -> Iterator[Measurement]:

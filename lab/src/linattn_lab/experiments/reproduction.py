@@ -6,13 +6,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from linattn_lab.circumstances import processor, versions
 from linattn_lab.experiments import EXPERIMENTS
-from linattn_lab.experiments.experiment import Experiment, FigureRow, Measurement
+from linattn_lab.experiments.experiment import Experiment, FigureRow, Measurement, Sizes
 from linattn_lab.experiments.records import ClaimsHeader, Decision, Record, Setting
 from linattn_lab.pace import Silent
 
@@ -58,7 +57,7 @@ class Reproduction:
 
     def seconds(self, name: str) -> float:
         """How long an experiment takes on two cores, as its configuration says."""
-        return float(self._config(EXPERIMENTS[name]).seconds)
+        return self._config(EXPERIMENTS[name]).seconds
 
     def missing(self, kept: Sequence[Record]) -> dict[str, int]:
         """How many figures are still to be taken, by experiment."""
@@ -95,7 +94,7 @@ class Reproduction:
         experiment = EXPERIMENTS[name]
         return experiment.rows(self._config(experiment))
 
-    def _config(self, experiment: Experiment) -> Any:
+    def _config(self, experiment: Experiment) -> Sizes:
         """The experiment's configuration at this setting."""
         return experiment.QUICK if self.setting == "quick" else experiment.FULL
 

@@ -19,7 +19,7 @@ from linattn.attention import linear_attention
 from linattn.feature_maps import FavorPlus
 from linattn.softmax import softmax_attention
 from linattn_lab.experiments.beyond._max_normalised import max_normalised_attention, max_normalised_keys
-from linattn_lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import gaussian_tokens, mean_figure, overall_relative_error, seed
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series, value_at
 
@@ -35,7 +35,7 @@ _NEGLIGIBLE = 0.01
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     draws: int
@@ -44,8 +44,6 @@ class Config:
     num_features: int = 256
     head_dim: int = 64
     sigma: float = 1.0
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(draws=6, seconds=1)

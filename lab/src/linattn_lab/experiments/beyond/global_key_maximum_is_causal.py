@@ -17,7 +17,7 @@ from torch import Tensor
 from linattn.attention import linear_attention
 from linattn.feature_maps import FavorPlus
 from linattn_lab.experiments.beyond._max_normalised import causal_max_normalised_attention
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import Tokens, gaussian_tokens, seed
 from linattn_lab.experiments.judging import decide, in_series, value_at
 
@@ -33,7 +33,7 @@ _RUNNING = "linear_attention: running maxima"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     draws: int
@@ -41,8 +41,6 @@ class Config:
     num_tokens: int = 512
     num_features: int = 256
     head_dim: int = 64
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(draws=2, seconds=0.6)

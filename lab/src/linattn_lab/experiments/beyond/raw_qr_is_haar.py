@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps import FavorPlus
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import generator, mean_figure, seed
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest, in_series
 
@@ -47,12 +47,10 @@ _DIMS = (16, 64)
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment: draws of a D×D projection are `numbers` over D²."""
 
     numbers: int
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(numbers=2**21, seconds=1)

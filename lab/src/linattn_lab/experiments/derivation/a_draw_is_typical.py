@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from torch import Tensor
 
 from linattn_lab.experiments.draws import kernel_ratios
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import pair_at_angle
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series, value_at
 
@@ -31,15 +31,13 @@ _FACTOR = 2.0
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment; the width of a head changes nothing, only |q + k| does."""
 
     draws: int
     squares: tuple[float, ...] = (0.5, 1, 2, 4, 8, 16)
     num_features: int = 256
     head_dim: int = 2
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(draws=4_000, seconds=1)

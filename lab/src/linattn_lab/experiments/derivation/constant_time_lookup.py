@@ -16,7 +16,7 @@ from linattn.attention import State
 from linattn.feature_maps import FavorPlus
 from linattn.softmax import softmax_partial
 from linattn_lab.experiments.counting import operations
-from linattn_lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import Tokens, gaussian_tokens
 from linattn_lab.experiments.judging import decide, in_series
 
@@ -28,14 +28,12 @@ NUMBERS, OPERATIONS = "numbers kept", "operations of one query"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     num_tokens: tuple[int, ...]
     head_dim: int = 64
     num_features: int = 128
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(num_tokens=(1, 16, 256, 4096), seconds=0.3)

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import generator
 from linattn_lab.experiments.judging import decide
 
@@ -28,14 +28,12 @@ _LONGEST = 2.0
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     num_nodes: tuple[int, ...] = (4, 8, 12, 16, 20, 24)
     dimensions: tuple[int, ...] = (1, 2, 3)
     num_pairs: int = 50
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(seconds=0.1)

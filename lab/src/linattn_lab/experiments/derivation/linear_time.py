@@ -18,7 +18,7 @@ from linattn.feature_maps import FavorPlus
 from linattn.methods.measures import seconds
 from linattn.softmax import softmax_attention
 from linattn_lab.costs import spread
-from linattn_lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import Tokens, gaussian_tokens, seed
 from linattn_lab.experiments.judging import decide, in_series, slope, value_at
 
@@ -38,7 +38,7 @@ _AGREEMENT = 1e-4
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     linear_tokens: tuple[int, ...]
@@ -47,8 +47,6 @@ class Config:
     exact_repeats: int
     head_dim: int = 64
     num_features: int = 64
-    seed: int = 0
-    seconds: float = 1.0
 
 
 # The longest calls last longer than the slices of time a busy processor hands out, which would fall on long calls only.

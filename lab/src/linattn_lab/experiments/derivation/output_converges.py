@@ -17,7 +17,7 @@ from torch import Tensor
 from linattn.attention import linear_attention
 from linattn.feature_maps import FavorPlus
 from linattn.softmax import softmax_attention
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import gaussian_tokens, seed
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series, slope
 
@@ -30,7 +30,7 @@ _BAND = 0.1
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     draws: int
@@ -38,8 +38,6 @@ class Config:
     sigmas: tuple[float, ...] = (0.3, 0.6)
     num_tokens: int = 64
     head_dim: int = 16
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(draws=12_000, num_features=(16, 32, 64, 128), seconds=6)

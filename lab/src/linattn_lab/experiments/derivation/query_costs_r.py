@@ -15,7 +15,7 @@ import torch
 from linattn.attention import State
 from linattn.feature_maps import FavorPlus
 from linattn_lab.experiments.counting import operations
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import decide, in_series, slope
 
 CLAIM = "Each new query needs O(r) time for its attention output."
@@ -30,12 +30,11 @@ _BAND = 0.1
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     widths: tuple[int, ...] = (16, 32, 64, 128, 256)
     num_features: int = 64
-    seconds: float = 1.0
 
 
 QUICK = Config(seconds=0.1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linattn_lab.experiments.draws import Draw, kernel_ratios
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import mean_figure, pair_at_angle
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest
 
@@ -28,7 +28,7 @@ _REFUTED = 2 * STANDARD_ERRORS
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment.
 
     The length gives |q + k|² < 2 at every angle: an estimate's tails are light enough there for a mean of draws.
@@ -39,8 +39,6 @@ class Config:
     angles: tuple[float, ...] = (0, 45, 90, 135)
     length: float = 0.7
     head_dim: int = 16
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(draws=5_000, seconds=1)

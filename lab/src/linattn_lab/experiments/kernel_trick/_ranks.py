@@ -13,22 +13,20 @@ from torch import Tensor
 from linattn.attention import attention_rows
 from linattn.feature_maps import FavorPlus, features
 from linattn.softmax import softmax_attention
-from linattn_lab.experiments.experiment import Figure
+from linattn_lab.experiments.experiment import Figure, Sizes
 from linattn_lab.experiments.inputs import gaussian_tokens, seed
 
 WEIGHTS, ATTENTION = "φ(Q)φ(K)ᵀ", "with rows that sum to 1"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of both experiments on ranks."""
 
     num_features: tuple[int, ...] = (2, 4, 8, 16, 32)
     num_tokens: int = 64
     head_dim: int = 16
     sigma: float = 0.5
-    seed: int = 0
-    seconds: float = 0.1
 
 
 def rank_of_weights(config: Config, num_features: int, *, is_causal: bool) -> Figure:

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import generator, mean_figure
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 
@@ -27,17 +27,15 @@ _THRESHOLD = 1e-13
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     num_points: tuple[int, ...] = (5, 10, 15, 30, 60)
     dimensions: tuple[int, ...] = (1, 2, 4)
     sets: int = 12
-    seed: int = 0
-    seconds: float = 0.2
 
 
-QUICK = Config()
+QUICK = Config(seconds=0.2)
 FULL = Config(num_points=(5, 10, 15, 30, 60, 120, 240), seconds=3)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps import FavorPlus, FeatureMap, Identity, Trigonometric, features
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import gaussian_tokens, mean_figure, seed
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 
@@ -26,7 +26,7 @@ IDENTITY, POSITIVE = "φ(x) = x", "positive random features"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     trials: int
@@ -34,8 +34,6 @@ class Config:
     sigmas: tuple[float, ...] = (1, 1.5)
     num_tokens: int = 1024
     head_dim: int = 16
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(trials=40, seconds=1.5)

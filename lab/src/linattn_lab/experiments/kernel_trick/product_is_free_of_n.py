@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from linattn_lab.experiments.counting import operations
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import gaussian_tokens
 from linattn_lab.experiments.judging import decide, in_series, slope
 
@@ -27,15 +27,14 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     num_tokens: tuple[int, ...] = (64, 256, 1024, 4096)
     head_dim: int = 64
-    seconds: float = 0.1
 
 
-QUICK = Config()
+QUICK = Config(seconds=0.1)
 FULL = Config(num_tokens=(64, 256, 1024, 4096, 16384, 65536), seconds=1)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import gaussian_tokens
 from linattn_lab.experiments.judging import decide
 
@@ -22,13 +22,11 @@ DIFFERENCE = "float64"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     num_tokens: tuple[int, ...]
     head_dim: int = 64
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(num_tokens=(64, 256, 1024), seconds=0.3)

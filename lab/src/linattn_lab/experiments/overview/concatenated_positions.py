@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from linattn.feature_maps import ElementwisePolynomial, EluPlusOne, Exponential, FavorPlus, FeatureMap
 from linattn.positions import LearnedCodes
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import generator
 from linattn_lab.experiments.judging import decide, in_series
 
@@ -36,14 +36,12 @@ _FELT = 0.01
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     num_contents: int
     num_positions: int = 16
     head_dim: int = 64
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(num_contents=32, seconds=0.2)

@@ -18,7 +18,7 @@ from torch import Tensor
 from linattn.attention import linear_attention
 from linattn.feature_maps import Exponential
 from linattn.softmax import softmax_attention
-from linattn_lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import gaussian_tokens, mean_figure, overall_relative_error
 from linattn_lab.experiments.judging import decide, value_at
 from linattn_lab.experiments.overview._weights import divergence, kernel_log_weights, softmax_log_weights
@@ -37,14 +37,12 @@ _ROUNDING = 2.0**-52
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     draws: int
     num_tokens: int = 512
     head_dim: int = 64
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(draws=4, seconds=0.3)

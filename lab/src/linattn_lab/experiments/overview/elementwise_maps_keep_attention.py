@@ -16,7 +16,7 @@ import torch
 from linattn.attention import linear_attention
 from linattn.feature_maps import ElementwisePolynomial, EluPlusOne, Exponential, FeatureMap
 from linattn.softmax import softmax_attention
-from linattn_lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import Tokens, gaussian_tokens, generator, mean_figure, overall_relative_error
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, value_at
 
@@ -37,14 +37,12 @@ _KEPT = 0.5
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     draws: int
     num_tokens: int = 1024
     head_dim: int = 64
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(draws=4, seconds=0.3)

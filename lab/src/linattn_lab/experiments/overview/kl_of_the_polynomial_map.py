@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps import ElementwisePolynomial
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import gaussian_tokens
 from linattn_lab.experiments.judging import decide, in_series
 from linattn_lab.experiments.overview._weights import divergence, kernel_log_weights, softmax_log_weights
@@ -34,15 +34,13 @@ _BAND = 0.5
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     num_tokens: int
     degrees: tuple[int, ...] = (0, 1, 4, 8)
     scales: tuple[float, ...] = (0.025, 0.05, 0.1)
     head_dim: int = 16
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(num_tokens=512, seconds=0.3)

@@ -14,7 +14,7 @@ from functools import partial
 from linattn.attention import linear_attention
 from linattn.feature_maps import ElementwisePolynomial, EluPlusOne, Exponential, FeatureMap, Relu
 from linattn.softmax import softmax_attention
-from linattn_lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import gaussian_tokens, overall_relative_error
 from linattn_lab.experiments.judging import decide, in_series
 
@@ -36,13 +36,11 @@ _EXPONENTIAL = 0
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     num_tokens: int
     head_dim: int = 64
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(num_tokens=256, seconds=0.3)

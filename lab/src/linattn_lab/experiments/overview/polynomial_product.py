@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps import ElementwisePolynomial, features
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import gaussian_tokens, overall_relative_error
 from linattn_lab.experiments.judging import decide, in_series
 
@@ -31,13 +31,11 @@ _DEGREES = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     num_tokens: int
     head_dim: int = 16
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(num_tokens=128, seconds=0.2)

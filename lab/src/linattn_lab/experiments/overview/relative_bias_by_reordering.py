@@ -18,7 +18,7 @@ from torch import Tensor
 
 from linattn.feature_maps import Relu
 from linattn.positions import FixedDecay, relative_bias_attention
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import generator
 from linattn_lab.experiments.judging import decide, in_series
 
@@ -34,12 +34,10 @@ _FEW = 2.0
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     num_tokens: tuple[int, ...]
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(num_tokens=(32, 64, 128, 256), seconds=0.2)

@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 
 from linattn.attention import State, linear_attention_with_state
 from linattn.feature_maps import EluPlusOne, Exponential, FeatureMap
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import gaussian_tokens
 from linattn_lab.experiments.judging import decide, in_series
 
@@ -27,13 +27,11 @@ _PARTS = ("S", "z", "exponents")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     num_tokens: tuple[int, ...]
     head_dim: int = 64
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(num_tokens=(64, 512, 4096), seconds=0.2)

@@ -12,7 +12,7 @@ from functools import partial
 
 from linattn.feature_maps import EluPlusOne, FavorPlus, FeatureMap, features
 from linattn_lab.experiments.counting import operations
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import gaussian_tokens, seed
 from linattn_lab.experiments.judging import decide, in_series, slope
 
@@ -25,14 +25,12 @@ _HALF = 0.5
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     num_tokens: tuple[int, ...]
     num_features: tuple[int, ...] = (64, 128, 256, 512, 1024)
     head_dim: int = 64
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(num_tokens=(256, 1024), seconds=0.3)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from linattn.attention import State, linear_attention, linear_attention_with_state
 from linattn.feature_maps import FavorPlus
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import Tokens, gaussian_tokens
 from linattn_lab.experiments.judging import decide, in_series
 
@@ -35,15 +35,13 @@ _CACHE = "numbers kept, softmax attention"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     lengths: tuple[int, ...]
     num_features: int = 32
     head_dim: int = 16
     sigma: float = 1.0
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(lengths=(16, 65, 256, 513), seconds=0.5)

@@ -17,7 +17,7 @@ from torch import Tensor
 from linattn.attention import linear_attention
 from linattn.feature_maps import FavorPlus, features
 from linattn.softmax import softmax_attention
-from linattn_lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import gaussian_tokens, mean_figure, seed
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series, slope
 
@@ -34,7 +34,7 @@ _BAND = 0.1
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment; entries of deviation 0.3 and width 16 have |x + y|² near 0.7."""
 
     draws: int
@@ -42,8 +42,6 @@ class Config:
     num_tokens: int = 64
     head_dim: int = 16
     sigma: float = 0.3
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(draws=100, num_features=(32, 64, 128, 256), seconds=0.5)

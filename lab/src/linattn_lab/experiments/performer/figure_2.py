@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest, in_series, value_at
 from linattn_lab.experiments.performer._pairs import (
     Pair,
@@ -38,7 +38,7 @@ _NEAR = (178.0, 179.0)
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     draws: int
@@ -47,8 +47,6 @@ class Config:
     sampled: tuple[float, ...] = (30, 60, 90, 120, 150, 170)
     num_rows: int = 16
     head_dim: int = 16
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(draws=20_000, seconds=1)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from linattn_lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import decide, in_series
 from linattn_lab.experiments.performer._figure_3 import (
     CAUSAL,
@@ -34,12 +34,11 @@ _MIDDLE, _BAND = 1.5, 0.25
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment; the Transformer stops earlier, its memory being the machine's limit."""
 
     lengths: tuple[int, ...]
     longest_quadratic: int
-    seconds: float = 1.0
 
 
 QUICK = Config((1024, 2048), longest_quadratic=2048, seconds=12)

@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from itertools import pairwise
 
 from linattn.methods.measures import seconds
-from linattn_lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import decide, in_series
 from linattn_lab.experiments.performer._figure_3 import (
     CAUSAL,
@@ -39,13 +39,12 @@ _MIDDLE, _BAND = 1.5, 0.25
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment; the quadratic ones stop earlier."""
 
     lengths: tuple[int, ...]
     longest_quadratic: int
     repeats: int
-    seconds: float = 1.0
 
 
 QUICK = Config((512, 1024, 2048, 4096), longest_quadratic=2048, repeats=2, seconds=11)

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 import torch
 
 from linattn.feature_maps import FavorPlus, RandomFeatureMap, Trigonometric
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 from linattn_lab.experiments.performer._figure_4 import (
     HEAD_DIM,
@@ -42,14 +42,13 @@ _QUERIES = 256
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     trials: int
     draws: int
     num_features: tuple[int, ...]
     sigmas: tuple[float, ...]
-    seconds: float = 1.0
 
 
 QUICK = Config(trials=15, draws=16, num_features=(64,), sigmas=(_SMALL, _LARGE), seconds=8)

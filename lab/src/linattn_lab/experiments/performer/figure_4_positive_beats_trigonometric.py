@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from linattn_lab.experiments.experiment import UNIFORM, Axes, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import UNIFORM, Axes, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 from linattn_lab.experiments.performer._figure_4 import (
     POSITIVE,
@@ -35,13 +35,12 @@ _MAPS = (TRIGONOMETRIC_IID, TRIGONOMETRIC, POSITIVE_IID, POSITIVE)
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     trials: int
     num_features: tuple[int, ...]
     sigmas: tuple[float, ...] = SIGMAS
-    seconds: float = 1.0
 
 
 QUICK = Config(trials=8, num_features=(64, 256), seconds=3)

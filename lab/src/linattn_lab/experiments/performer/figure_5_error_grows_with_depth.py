@@ -23,7 +23,7 @@ from torch.nn.functional import gelu, layer_norm
 from linattn.attention import linear_attention
 from linattn.feature_maps import FavorPlus, FeatureMap, Hyperbolic, Taylor
 from linattn.softmax import softmax_attention
-from linattn_lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import generator, mean_figure, seed
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series, slope, value_at
 from linattn_lab.experiments.performer._recall import Attend, average
@@ -49,11 +49,10 @@ _JUDGED = tuple(name for name in _MAPS if name.startswith("FAVOR+"))
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     networks: int
-    seconds: float = 1.0
 
 
 QUICK = Config(networks=3, seconds=3)

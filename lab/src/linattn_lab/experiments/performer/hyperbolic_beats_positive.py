@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest, in_series, value_at
 from linattn_lab.experiments.performer._pairs import Pair, Projection, closed_error, estimates, variance_ratio
 
@@ -28,7 +28,7 @@ _SAMPLED = "sampled"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     draws: int
@@ -36,8 +36,6 @@ class Config:
     sampled: tuple[float, ...] = (0.25, 0.5, 1)
     num_features: int = 32
     head_dim: int = 16
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(draws=20_000, seconds=0.5)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import mean_figure
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest
 from linattn_lab.experiments.performer._pairs import Draw, Pair, Projection, estimates
@@ -31,7 +31,7 @@ _DRAWS: tuple[Draw, ...] = ("iid", "orthogonal")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment; |x + y|² stays below 2, where a mean can be sampled."""
 
     draws: int
@@ -39,8 +39,6 @@ class Config:
     degrees: tuple[float, ...] = (0, 30, 60, 90, 120, 150, 180)
     num_rows: int = 24  # a block and a half
     head_dim: int = 16
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(draws=20_000, seconds=2)

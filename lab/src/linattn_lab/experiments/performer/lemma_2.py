@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest
 from linattn_lab.experiments.performer._pairs import (
     ESTIMATORS,
@@ -35,7 +35,7 @@ AXES = Axes("angle between x and y [degrees]", "mÂ·(variance over draws)/exp(2xÂ
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     draws: int
@@ -43,8 +43,6 @@ class Config:
     degrees: tuple[float, ...] = (30, 60, 90, 120, 150)
     num_rows: int = 16
     head_dim: int = 16
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(draws=20_000, seconds=1)

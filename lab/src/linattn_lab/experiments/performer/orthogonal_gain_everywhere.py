@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest, in_series, value_at
 from linattn_lab.experiments.performer._pairs import (
     ESTIMATORS,
@@ -39,15 +39,13 @@ _SAMPLED = "sampled"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment: a full block, m = d."""
 
     draws: int
     squares: tuple[float, ...] = (0.01, 0.1, 0.5, 1, 2, 4, 8, _TYPICAL, 24)
     sampled: tuple[float, ...] = (0.5, 1)
     head_dim: int = _DIM
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(draws=2000, seconds=2)

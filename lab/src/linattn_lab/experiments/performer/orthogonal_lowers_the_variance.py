@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest, in_series, value_at
 from linattn_lab.experiments.performer._pairs import (
     Draw,
@@ -46,7 +46,7 @@ _DECISIVE = 120.0
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment: at 120° |x + y|² is 1, as far as a variance can be sampled."""
 
     draws: int
@@ -54,8 +54,6 @@ class Config:
     length: float = 1.0
     num_blocks: int = 3
     head_dim: int = 16
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(draws=30_000, seconds=2)

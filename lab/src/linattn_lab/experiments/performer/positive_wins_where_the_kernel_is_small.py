@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import decide, in_series
 from linattn_lab.experiments.performer._pairs import Pair, Projection, closed_error, paper_error
 
@@ -31,17 +31,16 @@ _KERNEL = "softmax kernel"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment: an angle on either side of 120°."""
 
     degrees: tuple[int, ...] = (100, 140)
     lengths: tuple[float, ...] = (1, 2, 3, 4, 5)
     head_dim: int = 64
-    seconds: float = 0.1
 
 
-QUICK = Config()
-FULL = Config()
+QUICK = Config(seconds=0.1)
+FULL = Config(seconds=0.1)
 
 
 def rows(config: Config) -> Iterator[Measurement]:

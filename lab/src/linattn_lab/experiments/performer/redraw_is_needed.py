@@ -18,7 +18,7 @@ import torch
 
 from linattn.feature_maps import FavorPlus
 from linattn.softmax import softmax_attention
-from linattn_lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import mean_figure, seed
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 from linattn_lab.experiments.performer._recall import (
@@ -41,7 +41,7 @@ _UNSEEN, _LEAST = ", tested with another draw", ", worst run"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     task: Recall
@@ -49,7 +49,6 @@ class Config:
     runs: int
     steps: int
     interval: int
-    seconds: float = 1.0
 
 
 QUICK = Config(Recall(16, 8, 400), num_features=(32,), runs=5, steps=80, interval=20, seconds=12)

@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 
 from linattn.feature_maps import FavorPlus
 from linattn.softmax import softmax_attention
-from linattn_lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import over_runs
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 from linattn_lab.experiments.performer._recall import (
@@ -38,14 +38,13 @@ _FAVOR, _SCRATCH = "FAVOR+, r = ", "FAVOR+ from random weights, r = "
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment; the last of the steps is 15 % of the training with exact attention."""
 
     task: Recall
     num_features: tuple[int, ...]
     steps: tuple[int, ...]
     draws: int
-    seconds: float = 1.0
 
 
 QUICK = Config(Recall(16, 8, 400), num_features=(32, 128), steps=(0, 15, 30, 60), draws=3, seconds=15)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from linattn.feature_maps import FavorPlus
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import mean_figure, pair_at_angle
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest, in_series
 from linattn_lab.experiments.performer._pairs import Pair, Projection, estimates
@@ -37,15 +37,13 @@ _SAMPLED = "orthogonal, |x| = |y| = 1, sampled"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     draws: int
     head_dims: tuple[int, ...] = (16, 64, 256, 1024, 4096, 2**16, 2**20)
     sampled: tuple[int, ...] = (4, 16)
     num_rows: int = 64
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(draws=6000, seconds=0.5)

@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series, value_at
 from linattn_lab.experiments.performer._pairs import Draw, Pair, Projection, estimates
 
@@ -41,14 +41,12 @@ _LENGTHS: tuple[Literal["chi", "fixed"], ...] = ("chi", "fixed")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment: a full block, m = d, and |x + y|² = 1."""
 
     draws: int
     thresholds: tuple[float, ...] = (1.05, 1.2, 1.5, 1.75, 2.0)
     head_dim: int = 16
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(draws=30_000, seconds=1.5)

@@ -16,7 +16,7 @@ from functools import partial
 from torch.nn.functional import normalize
 
 from linattn.feature_maps import Trigonometric, features
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import gaussian_tokens, mean_figure, seed
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, value_at
 from linattn_lab.experiments.performer._pairs import Pair, Projection, closed_error
@@ -35,15 +35,13 @@ _LONG, _SHORT = LENGTHS
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     draws: int
     head_dims: tuple[int, ...] = (16, 32, 64, 128, 256)
     measured: tuple[int, ...] = (16, 64)
     num_tokens: int = 64
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(draws=200, seconds=1.5)

@@ -18,7 +18,7 @@ from torch import Tensor
 from linattn.attention import linear_attention
 from linattn.feature_maps import FavorPlus, FeatureMap, Trigonometric, features
 from linattn.softmax import softmax_attention
-from linattn_lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import mean_figure, over_runs
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 from linattn_lab.experiments.performer._recall import (
@@ -42,14 +42,13 @@ _SINES, _FAVOR, _NEGATIVE = "sines and cosines, r = ", "FAVOR+, r = ", "normalis
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment, those of the swap to FAVOR+."""
 
     task: Recall
     num_features: tuple[int, ...]
     steps: tuple[int, ...]
     draws: int
-    seconds: float = 1.0
 
 
 QUICK = Config(Recall(16, 8, 400), num_features=(32,), steps=(0, 15, 30, 60), draws=3, seconds=6)

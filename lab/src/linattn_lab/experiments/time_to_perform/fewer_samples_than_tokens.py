@@ -23,7 +23,7 @@ from torch import Tensor
 from linattn.attention import linear_attention
 from linattn.feature_maps import FavorPlus
 from linattn.softmax import softmax_attention
-from linattn_lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import Tokens, gaussian_tokens, mean_square, seed
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series, value_at
 
@@ -33,7 +33,7 @@ AXES = Axes("deviation σ of the entries of q and k", "mean square error of the 
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment; the last number of features is L/2, where the multiplications are equal."""
 
     trials: int
@@ -41,8 +41,6 @@ class Config:
     num_features: tuple[int, ...] = (64, 256, 512)
     num_tokens: int = 1024
     head_dim: int = 64
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(trials=5, seconds=1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from linattn.feature_maps import FavorPlus
 from linattn_lab.experiments.draws import kernel_ratios
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import generator, pair_at_angle
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 
@@ -31,7 +31,7 @@ FURTHER = "exp(q·k) by random features, closed form"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment; at the `further` s fourth moments are out of reach of any number of draws."""
 
     draws: int
@@ -39,8 +39,6 @@ class Config:
     further: tuple[float, ...] = (4, 8, 16)
     num_projections: int = 64
     head_dim: int = 2
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(draws=20_000, seconds=1)

@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import gaussian_tokens
 from linattn_lab.experiments.judging import decide, in_series
 
@@ -26,17 +26,15 @@ RIGHT = "Σ over keys up to L"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment; no length is below d, where a sum up to d would not exist."""
 
     num_tokens: tuple[int, ...] = (16, 32, 64, 128, 256)
     head_dim: int = 16
     sigma: float = 0.5
-    seed: int = 0
-    seconds: float = 0.1
 
 
-QUICK = Config()
+QUICK = Config(seconds=0.1)
 FULL = Config(num_tokens=(16, 32, 64, 128, 256, 512, 1024), seconds=0.2)
 
 

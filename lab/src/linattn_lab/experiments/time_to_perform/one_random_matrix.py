@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps import FavorPlus, features
-from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Verdict
+from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import Tokens, gaussian_tokens, seed
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 
@@ -30,7 +30,7 @@ _SIDES = {QUERIES: ("query", "query"), KEYS: ("key", "key"), BOTH: ("query", "ke
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Sizes of the experiment."""
 
     draws: tuple[int, ...]
@@ -39,8 +39,6 @@ class Config:
     head_dim: int = 16
     num_features: int = 16
     sigma: float = 0.18
-    seed: int = 0
-    seconds: float = 1.0
 
 
 QUICK = Config(draws=(1, 10, 100, 1000), batches=8, seconds=1)
