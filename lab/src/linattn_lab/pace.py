@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 
-class Watch(Protocol):
-    """An observer of a measurement's progress."""
+class Watch:
+    """An observer of a measurement's progress; this one shows nothing."""
 
     def begin(self, words: str) -> None:
         """A stage begins."""
@@ -20,17 +19,7 @@ class Watch(Protocol):
         """So much work is done."""
 
 
-class Silent:
-    """A `Watch` that shows nothing."""
-
-    def begin(self, words: str) -> None:
-        """Nothing is shown."""
-
-    def pass_by(self, words: str) -> None:
-        """Nothing is shown."""
-
-    def advance(self, work: float) -> None:
-        """Nothing is shown."""
+SILENT = Watch()
 
 
 class Pace:

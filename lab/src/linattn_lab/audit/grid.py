@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from linattn.feature_maps.arguments import check_seed
@@ -104,17 +104,3 @@ class AuditGrid:
             for num_features in self.features if method.takes_features else (None,):
                 for draw in range(self.draws if method.is_random else 1):
                     yield Configuration(method, num_features, draw, self.seed + draw * _SEEDS_PER_DRAW)
-
-
-class LayerMaps(dict[int, BuiltMethod]):
-    """The maps of one configuration by layer, each built when it is first asked for."""
-
-    def __init__(self, build: Callable[[int], BuiltMethod]) -> None:
-        """None is built yet; `build` gives a layer's, fitted."""
-        super().__init__()
-        self._build = build
-
-    def __missing__(self, layer: int) -> BuiltMethod:
-        """Build a layer's."""
-        self[layer] = built = self._build(layer)
-        return built

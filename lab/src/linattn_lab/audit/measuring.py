@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from linattn.feature_maps.digests import weights_digest
 from linattn.hf import AttentionCall, LoadedModel
 from linattn.records.texts import Text
-from linattn_lab.audit.grid import AuditGrid, Configuration, LayerMaps, in_words
+from linattn_lab.audit.grid import AuditGrid, Configuration, in_words
 from linattn_lab.audit.kept import Kept
 from linattn_lab.audit.layer_rows import head_rows, rank_rows, ranks
 from linattn_lab.audit.leaving_out import unusable
@@ -34,15 +34,16 @@ from linattn_lab.audit.whole_model import WholeModel
 from linattn_lab.audit.work import exact_work, heads_work, lengths_work, pass_work, ranks_work, timed_work
 from linattn_lab.built_methods import BuiltMethod
 from linattn_lab.circumstances import versions
-from linattn_lab.pace import Silent, Watch
+from linattn_lab.pace import SILENT, Watch
 from linattn_lab.rounds import Unit, in_rounds
 
 _NUM_ROWS = 128
 _FEWEST_TOKENS = 8
 _MOST_RANKED = 1024
 _LONG_ENOUGH = 0.2
-_SILENT = Silent()
 _Unit = Unit[AuditRow]
+# A configuration's map of a layer, built and fitted when it is first asked for.
+_LayerMaps = Callable[[int], BuiltMethod]
 
 
 class Audit:
@@ -60,7 +61,7 @@ class Audit:
         *,
         num_tokens: int = 512,
         leave_out: bool = False,
-        watch: Watch = _SILENT,
+        watch: Watch = SILENT,
     ) -> None:
         """Record the model's attention and compute what is exact about it.
 
@@ -129,7 +130,7 @@ class Audit:
             done += lengths_work(self.header.num_tokens)
         return sum(unit.work for unit in units) + lengths_work(self.header.num_tokens), done
 
-    def rows(self, kept: Kept | None = None, watch: Watch = _SILENT) -> Iterator[AuditRow]:
+    def rows(self, kept: Kept | None = None, watch: Watch = SILENT) -> Iterator[AuditRow]:
         """Measure: the baselines and the ranks first, then for every configuration its heads and the whole model.
 
         Ranks are left out where the grid has none, and of texts with more than 1024 measured tokens, whose
@@ -185,7 +186,7 @@ class Audit:
         """One method at one width with one draw: each layer's heads, the model's time, then the whole model."""
         method, draw, sample = configuration.method, configuration.draw, self._sample(configuration)
         label, features, num_tokens = method.label, sample.num_features, self.header.num_tokens
-        stage, maps = in_words(configuration, sample, self.header.draws), LayerMaps(partial(self._build, configuration))
+        stage, maps = in_words(configuration, sample, self.header.draws), cache(partial(self._build, configuration))
         is_whole = kept.has("model", label, features, draw=draw)
         for number in range(len(self._layers)):
             yield Unit(
@@ -211,11 +212,11 @@ class Audit:
         return are_there and (draw > 0 or kept.has("weights", label, features, layer=number))
 
     def _head_rows(
-        self, configuration: Configuration, maps: LayerMaps, number: int, kept: Kept
+        self, configuration: Configuration, maps: _LayerMaps, number: int, kept: Kept
     ) -> list[HeadRow | WeightsRow]:
         """What is not kept of a layer: its rows for the explorer, and one row per head."""
         label, draw = configuration.method.label, configuration.draw
-        layer, built = self._layers[number], maps[number]
+        layer, built = self._layers[number], maps(number)
         width, measured = built.num_features, layer.measure(built)
         found: list[HeadRow | WeightsRow] = []
         if draw == 0 and not kept.has("weights", label, width, layer=number):
@@ -267,18 +268,18 @@ class Audit:
         for label, features in wanted:
             one = configurations[label, features]
             stage = f"{in_words(one, self._sample(one), 1)}: from which length on it is faster"
-            answer = self._linear(LayerMaps(partial(self._build, one)))
+            answer = self._linear(cache(partial(self._build, one)))
             measure = partial(time_lengths, label, features, answer, self._first_call)
             is_timed = kept.has("lengths", label, features)
             work = lengths_work(self.header.num_tokens) / len(wanted)
             yield Unit(stage, "", work, measure, _alone, is_alone=True, is_done=is_timed)
 
-    def _linear(self, maps: LayerMaps) -> Callable[[AttentionCall], Tensor]:
+    def _linear(self, maps: _LayerMaps) -> Callable[[AttentionCall], Tensor]:
         """A method with one map per layer."""
 
         def answer(call: AttentionCall) -> Tensor:
             """One layer's answer; bidirectional maps take their statistics from the queries and keys that arrive."""
-            built = maps[self._places[call.module_name]]
+            built = maps(self._places[call.module_name])
             if not bool(call.query.isfinite().all() & call.key.isfinite().all()):
                 # An earlier layer's signed map divided by 0: there is nothing left to fit or to attend to.
                 return call.query.new_full((*call.query.shape[:-1], call.value.shape[-1]), torch.nan)

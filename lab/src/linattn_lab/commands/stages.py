@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from linattn_lab.pace import Pace
+from linattn_lab.pace import Pace, Watch
 
 T = TypeVar("T")
 
@@ -19,8 +19,8 @@ T = TypeVar("T")
 _SILENCE = 20.0
 
 
-class Stages:
-    """Prints where a work is; a `linattn_lab.pace.Watch`."""
+class Stages(Watch):
+    """Prints where a work is."""
 
     pace: Pace | None  # the work; None until it is known how much there is
 

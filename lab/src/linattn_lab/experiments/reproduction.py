@@ -13,9 +13,7 @@ from linattn_lab.circumstances import processor, versions
 from linattn_lab.experiments import EXPERIMENTS
 from linattn_lab.experiments.experiment import Experiment, FigureRow, Measurement, Sizes
 from linattn_lab.experiments.records import ClaimsHeader, Decision, Record, Setting
-from linattn_lab.pace import Silent
-
-_SILENT = Silent()
+from linattn_lab.pace import SILENT
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Reproduction:
             name: sum((name, one.series, one.x) not in taken for one in self._measurements(name)) for name in self.names
         }
 
-    def records(self, kept: Sequence[Record], announce: Callable[[str], None] = _SILENT.begin) -> Iterator[Record]:
+    def records(self, kept: Sequence[Record], announce: Callable[[str], None] = SILENT.begin) -> Iterator[Record]:
         """Figures that are missing, as they are taken, and after the last of a claim its verdict."""
         decided = {record.claim for record in kept if isinstance(record, Decision)}
         for name in self.names:

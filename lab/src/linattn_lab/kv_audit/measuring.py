@@ -27,10 +27,9 @@ from linattn_lab.kv_audit.reading import read, write
 from linattn_lab.kv_audit.records import Key, MemoryHeader, MemoryRow, PassageRow, TaskRow, key_of
 from linattn_lab.kv_audit.ruler import ENOUGH
 from linattn_lab.kv_audit.tasks import TASKS, Tasks
-from linattn_lab.pace import Silent, Watch
+from linattn_lab.pace import SILENT, Watch
 from linattn_lab.rounds import Unit, in_rounds
 
-_SILENT = Silent()
 _FEWEST, _LENGTH = 64, 4096
 # Tokens of the text from which the time of an audit is told.
 _TRIED = 128
@@ -114,7 +113,7 @@ class MemoryAudit:
         writes = NUM_WRITTEN if kind is PassageRow else 0 if name == FACTS else 64
         return (num_tokens + self.header.chunk) * per_token + writes * per_step
 
-    def rows(self, earlier: Sequence[MemoryRow] = (), watch: Watch = _SILENT) -> Iterator[MemoryRow]:
+    def rows(self, earlier: Sequence[MemoryRow] = (), watch: Watch = SILENT) -> Iterator[MemoryRow]:
         """Measure passage by passage, then task by task, the full cache first.
 
         Cost: for each passage a pass of the full cache, and for each method a pass and 40 steps; for each task and
