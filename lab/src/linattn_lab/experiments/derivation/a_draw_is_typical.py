@@ -16,7 +16,7 @@ from torch import Tensor
 
 from linattn_lab.experiments.draws import kernel_ratios
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
-from linattn_lab.experiments.inputs import pair_at_angle
+from linattn_lab.experiments.inputs import mean_figure, pair_at_angle
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series, value_at
 
 CLAIM = "exp(q·k) ≈ φ(q)·φ(k) for finitely many samples."
@@ -82,8 +82,7 @@ def _median(config: Config, square: float) -> Figure:
 
 def _mean(config: Config, square: float) -> Figure:
     """The mean, whose standard error is itself an estimate of little worth once s is large."""
-    ratios = _ratios(config, square)
-    return Figure(ratios.mean().item(), (ratios.std() / math.sqrt(config.draws)).item(), expected=1.0)
+    return mean_figure(_ratios(config, square), expected=1.0)
 
 
 def _below(config: Config, square: float) -> Figure:

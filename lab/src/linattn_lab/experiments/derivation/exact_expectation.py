@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
+from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
 
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
@@ -92,16 +93,7 @@ def _feature(x: Tensor, omega: Tensor) -> Tensor:
     return torch.exp(x @ omega.mT - x.square().sum(-1, keepdim=True) / 2)
 
 
-@lru_cache
 def _rule(num_nodes: int) -> tuple[Tensor, Tensor]:
     """Nodes and weights that integrate polynomials of degree 2n - 1 against the standard Gaussian density exactly."""
-    # The three-term recurrence x·h_j = √(j+1)·h_{j+1} + √j·h_{j-1} of the orthonormal Hermite polynomials.
-    beside = torch.arange(1, num_nodes, dtype=torch.float64).sqrt()
-    nodes = torch.linalg.eigh(torch.diag(beside, 1) + torch.diag(beside, -1)).eigenvalues
-    # Weights 1/Σ h_j² keep their relative precision far out, where eigenvectors would have lost it.
-    before, current = torch.zeros_like(nodes), torch.ones_like(nodes)
-    total = torch.ones_like(nodes)
-    for j in range(1, num_nodes):
-        before, current = current, (nodes * current - math.sqrt(j - 1) * before) / math.sqrt(j)
-        total += current.square()
-    return nodes, 1 / total
+    nodes, weights = map(torch.from_numpy, hermegauss(num_nodes))
+    return nodes, weights / math.sqrt(2 * math.pi)

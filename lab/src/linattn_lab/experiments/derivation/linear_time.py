@@ -6,6 +6,7 @@ attention makes of a processor, move the break-even; the source does not mention
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -17,7 +18,6 @@ from linattn.attention import linear_attention
 from linattn.feature_maps import FavorPlus
 from linattn.methods.measures import seconds
 from linattn.softmax import softmax_attention
-from linattn_lab.costs import spread
 from linattn_lab.experiments.experiment import EXACT, Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import Tokens, gaussian_tokens, seed
 from linattn_lab.experiments.judging import decide, in_series, slope, value_at
@@ -33,7 +33,7 @@ _LONGEST = 3
 # A slope of 1.5 would be neither. A machine slowed by half at one end of a factor of four in length moves a slope by
 # log 1.5/log 4 = 0.3; lengths take turns, so that it is rarely slowed at one end alone.
 _LINEAR_BELOW, _QUADRATIC_ABOVE = 1.3, 1.6
-# MapPart above what float32 rounds, far below what a wrong result differs by.
+# Far above what float32 rounds, far below what a wrong result differs by.
 _AGREEMENT = 1e-4
 
 
@@ -122,7 +122,7 @@ def _medians(attend: Callable[[Tokens], Tensor], inputs: Mapping[int, Tokens], r
     """Seconds by length, all lengths in turn: a slope compares lengths, and what slows one slows all."""
     with torch.no_grad():
         found = seconds({str(count): partial(attend, tokens) for count, tokens in inputs.items()}, repeats=repeats)
-    return {count: spread(found[str(count)])["median"] for count in inputs}
+    return {count: statistics.median(found[str(count)]) for count in inputs}
 
 
 def _tokens(config: Config, num_tokens: int) -> Tokens:

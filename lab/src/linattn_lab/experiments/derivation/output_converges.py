@@ -26,6 +26,8 @@ SOURCE = 'derivation, section "Bringing It Back to the Attention Formula"; the r
 AXES = Axes("features r", "root mean square over tokens and channels", log_x=True, log_y=True)
 
 _BATCHES = 20
+_BIAS = "bias, entries of deviation {}"
+_SPREAD = "spread of one draw, entries of deviation {}"
 _BAND = 0.1
 
 
@@ -48,15 +50,15 @@ def rows(config: Config) -> Iterator[Measurement]:
     """Bias and spread at every scale of the inputs and every width."""
     for sigma in config.sigmas:
         for width in config.num_features:
-            yield Measurement(_bias_of(sigma), width, partial(_bias, config, sigma, width))
-            yield Measurement(_spread_of(sigma), width, partial(_spread, config, sigma, width))
+            yield Measurement(_BIAS.format(sigma), width, partial(_bias, config, sigma, width))
+            yield Measurement(_SPREAD.format(sigma), width, partial(_spread, config, sigma, width))
 
 
 def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The slopes in log-log at the smallest scale of the inputs: -1 for the bias, -1/2 for the spread."""
-    bias, bias_error = slope(in_series(rows, _bias_of(QUICK.sigmas[0])))
-    spread, spread_error = slope(in_series(rows, _spread_of(QUICK.sigmas[0])))
-    slow, _ = slope(in_series(rows, _spread_of(QUICK.sigmas[-1])))
+    bias, bias_error = slope(in_series(rows, _BIAS.format(QUICK.sigmas[0])))
+    spread, spread_error = slope(in_series(rows, _SPREAD.format(QUICK.sigmas[0])))
+    slow, _ = slope(in_series(rows, _SPREAD.format(QUICK.sigmas[-1])))
     margins = (_BAND + STANDARD_ERRORS * bias_error, _BAND + STANDARD_ERRORS * spread_error)
     return decide(
         holds=abs(bias + 1) < margins[0] and abs(spread + 0.5) < margins[1],
@@ -66,16 +68,6 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
         tolerance=f"-1 and -1/2 are asymptotic: within {_BAND} for terms of order 1/r at the least r, and "
         f"{STANDARD_ERRORS:.0f} standard errors ({bias_error:.3f}, {spread_error:.3f}); refuted by half of them",
     )
-
-
-def _bias_of(sigma: float) -> str:
-    """Name of a curve."""
-    return f"bias, entries of deviation {sigma}"
-
-
-def _spread_of(sigma: float) -> str:
-    """Name of a curve."""
-    return f"spread of one draw, entries of deviation {sigma}"
 
 
 def _bias(config: Config, sigma: float, width: int) -> Figure:

@@ -22,6 +22,7 @@ CLAIM = "A feature map φ satisfies exp(q·k) = φ(q)·φ(k)."
 SOURCE = 'kernel trick, section "The Solution: Kernel Feature Maps"'
 AXES = Axes("points n", "numerical rank of exp(x_i·x_j), mean over sets of points")
 
+_CURVE = "d = {}"
 # Of the largest singular value; rounding leaves n·2⁻⁵² of it, which is less up to 450 points.
 _THRESHOLD = 1e-13
 
@@ -43,13 +44,13 @@ def rows(config: Config) -> Iterator[Measurement]:
     """The rank in every dimension, of ever more points."""
     for dimension in config.dimensions:
         for count in config.num_points:
-            yield Measurement(_curve(dimension), count, partial(_rank, config, dimension, count))
+            yield Measurement(_CURVE.format(dimension), count, partial(_rank, config, dimension, count))
 
 
 def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Whether twice the points still have a larger rank, in the most dimensions."""
-    *_, half, full = in_series(rows, _curve(QUICK.dimensions[-1]))
-    low = in_series(rows, _curve(QUICK.dimensions[0]))[-1]
+    *_, half, full = in_series(rows, _CURVE.format(QUICK.dimensions[-1]))
+    low = in_series(rows, _CURVE.format(QUICK.dimensions[0]))[-1]
     margin = STANDARD_ERRORS * math.hypot(half.standard_error or 0.0, full.standard_error or 0.0)
     grows = full.value - half.value > margin
     return decide(
@@ -60,11 +61,6 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
         tolerance=f"singular values above {_THRESHOLD:.0e} of the largest are counted, which rounding cannot make; "
         f"with a finite φ the rank would stop, {STANDARD_ERRORS:.0f} standard errors over sets aside ({margin:.1f})",
     )
-
-
-def _curve(dimension: int) -> str:
-    """Name of a curve."""
-    return f"d = {dimension}"
 
 
 def _rank(config: Config, dimension: int, num_points: int) -> Figure:

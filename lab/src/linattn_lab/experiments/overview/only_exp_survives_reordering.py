@@ -50,9 +50,8 @@ FULL = Config(num_tokens=512, seconds=0.6)
 def rows(config: Config) -> Iterator[Measurement]:
     """Each map in both orders, and against softmax attention."""
     for x in range(len(AXES.names)):
-        yield Measurement(_REORDERED, x, partial(_reordered, config, x))
-        yield Measurement(_SOFTMAX, x, partial(_from_softmax, config, x))
-        yield Measurement(UNIFORM, x, partial(_uniform, config))
+        for series in (_REORDERED, _SOFTMAX, UNIFORM):
+            yield Measurement(series, x, partial(_difference, config, series, x))
 
 
 def verdict(rows: Sequence[FigureRow]) -> Verdict:
@@ -80,20 +79,12 @@ def _map(config: Config, x: int) -> FeatureMap:
     return (Exponential(dim), EluPlusOne(dim), ElementwisePolynomial(dim, degree=2), Relu(dim))[x]
 
 
-def _reordered(config: Config, x: int) -> Figure:
-    """φ(Q)(φ(K)ᵀV) from (φ(Q)φ(K)ᵀ)V, each divided by its own row sums."""
+def _difference(config: Config, series: str, x: int) -> Figure:
+    """Relative difference of the outputs that a series is about, each divided by its own row sums."""
     tokens = gaussian_tokens(config.num_tokens, config.head_dim, 1.0, "reordering", config.seed)
-    linear, quadratic = (linear_attention(*tokens, _map(config, x), backend=b) for b in ("blocked", "reference"))
-    return Figure(overall_relative_error(linear, quadratic))
-
-
-def _from_softmax(config: Config, x: int) -> Figure:
-    """The map's output from softmax attention's."""
-    tokens = gaussian_tokens(config.num_tokens, config.head_dim, 1.0, "reordering", config.seed)
-    return Figure(overall_relative_error(linear_attention(*tokens, _map(config, x)), softmax_attention(*tokens)))
-
-
-def _uniform(config: Config) -> Figure:
-    """The mean of all values from softmax attention's output."""
-    tokens = gaussian_tokens(config.num_tokens, config.head_dim, 1.0, "reordering", config.seed)
-    return Figure(overall_relative_error(tokens.value.mean(-2, keepdim=True), softmax_attention(*tokens)))
+    if series == UNIFORM:
+        return Figure(overall_relative_error(tokens.value.mean(-2, keepdim=True), softmax_attention(*tokens)))
+    linear = linear_attention(*tokens, _map(config, x), backend="blocked")
+    if series == _SOFTMAX:
+        return Figure(overall_relative_error(linear, softmax_attention(*tokens)))
+    return Figure(overall_relative_error(linear, linear_attention(*tokens, _map(config, x), backend="reference")))

@@ -47,7 +47,8 @@ def rows(config: Config) -> Iterator[Measurement]:
         )
         for width in config.num_features:
             favor = FavorPlus(dim, width, seed=seed("cost", config.seed, width))
-            yield Measurement(_random(num_tokens), width, partial(_operations, config, num_tokens, favor, 8.0))
+            take = partial(_operations, config, num_tokens, favor, 8.0)
+            yield Measurement(f"random features, N = {num_tokens}", width, take)
 
 
 def verdict(rows: Sequence[FigureRow]) -> Verdict:
@@ -64,11 +65,6 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
         f"r^{max(exponents):.2f}, so O(N·d²) holds for r = d and O(N·r·(d + d_v)) for all",
         tolerance=f"counts, hence exact: the exponent is 0 or 1, told apart at {_HALF}",
     )
-
-
-def _random(num_tokens: int) -> str:
-    """Name of a curve."""
-    return f"random features, N = {num_tokens}"
 
 
 def _operations(config: Config, num_tokens: int, feature_map: FeatureMap, claimed: float) -> Figure:

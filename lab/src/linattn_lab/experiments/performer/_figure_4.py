@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -37,19 +37,13 @@ TRIGONOMETRIC, TRIGONOMETRIC_IID = "sin and cos, orthogonal", "sin and cos, iid"
 POSITIVE, POSITIVE_IID = "FAVOR+, orthogonal", "FAVOR+, iid"
 
 # Maps of R random features, by name: from R, a seed and N, a map with one draw a head.
-RANDOM: dict[str, Callable[[int, int, int], FeatureMap]] = {
-    TRIGONOMETRIC: lambda width, seed, draws: Trigonometric(HEAD_DIM, width, seed=seed, num_heads=draws),
-    TRIGONOMETRIC_IID: lambda width, seed, draws: Trigonometric(
-        HEAD_DIM, width, draw="iid", seed=seed, num_heads=draws
-    ),
-    POSITIVE: lambda width, seed, draws: FavorPlus(HEAD_DIM, width, seed=seed, num_heads=draws),
-    POSITIVE_IID: lambda width, seed, draws: FavorPlus(HEAD_DIM, width, draw="iid", seed=seed, num_heads=draws),
-    "FAVOR+, fixed lengths (SMREG)": lambda width, seed, draws: FavorPlus(
-        HEAD_DIM, width, lengths="fixed", seed=seed, num_heads=draws
-    ),
-    "hyperbolic, fixed lengths": lambda width, seed, draws: Hyperbolic(
-        HEAD_DIM, width, lengths="fixed", seed=seed, num_heads=draws
-    ),
+RANDOM: dict[str, Callable[..., FeatureMap]] = {
+    TRIGONOMETRIC: partial(Trigonometric, HEAD_DIM),
+    TRIGONOMETRIC_IID: partial(Trigonometric, HEAD_DIM, draw="iid"),
+    POSITIVE: partial(FavorPlus, HEAD_DIM),
+    POSITIVE_IID: partial(FavorPlus, HEAD_DIM, draw="iid"),
+    "FAVOR+, fixed lengths (SMREG)": partial(FavorPlus, HEAD_DIM, lengths="fixed"),
+    "hyperbolic, fixed lengths": partial(Hyperbolic, HEAD_DIM, lengths="fixed"),
 }
 # Maps without a draw, whose width is their own.
 FIXED: dict[str, FeatureMap] = {
@@ -91,7 +85,7 @@ def lead(first: FigureRow, second: FigureRow) -> float:
 def draw_errors(name: str, width: int, sigma: float, trial: int, draws: int) -> Tensor:
     """Mean square error of the output under each of N draws of a random map, (N,)."""
     tokens, exact = sampled(sigma, trial)
-    feature_map = RANDOM[name](width, seed("figure 4", name, width, sigma, trial), draws)
+    feature_map = RANDOM[name](width, seed=seed("figure 4", name, width, sigma, trial), num_heads=draws)
     query, key, value = (x.expand(1, draws, -1, -1) for x in tokens)
     out = linear_attention(query, key, value, feature_map)
     return (out - exact).square().mean((0, 2, 3))

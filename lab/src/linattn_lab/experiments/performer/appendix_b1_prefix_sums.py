@@ -30,6 +30,7 @@ AXES = Axes(
 )
 
 _PIECES = ("in blocks", "token by token")
+_DIFFERENCE = "difference from the masked matrix, "
 _KEPT = "numbers kept, prefix sums"
 _CACHE = "numbers kept, softmax attention"
 
@@ -52,14 +53,14 @@ def rows(config: Config) -> Iterator[Measurement]:
     """The difference from the masked matrix, and what is kept from one token to the next."""
     for length in config.lengths:
         for pieces in _PIECES:
-            yield Measurement(_difference_of(pieces), length, partial(_difference, config, pieces, length))
+            yield Measurement(_DIFFERENCE + pieces, length, partial(_difference, config, pieces, length))
         yield Measurement(_KEPT, length, partial(_kept, config, length))
         yield Measurement(_CACHE, length, partial(Figure, 2.0 * length * config.head_dim))
 
 
 def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The largest difference against the rounding of a sum, and whether the state grows."""
-    differences = [row for pieces in _PIECES for row in in_series(rows, _difference_of(pieces))]
+    differences = [row for pieces in _PIECES for row in in_series(rows, _DIFFERENCE + pieces)]
     worst = max(differences, key=lambda row: row.value)
     kept, cached = in_series(rows, _KEPT), in_series(rows, _CACHE)
     constant = kept[-1].value == kept[0].value
@@ -73,11 +74,6 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
         tolerance=f"one rounding of float64 for each of L positive terms, {bound:.0e} of the largest output; none for "
         "what is kept",
     )
-
-
-def _difference_of(pieces: str) -> str:
-    """Name of a curve."""
-    return f"difference from the masked matrix, {pieces}"
 
 
 def _favor(config: Config) -> FavorPlus:

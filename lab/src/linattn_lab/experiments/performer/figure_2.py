@@ -34,6 +34,7 @@ SOURCE = "Performer paper (arXiv 2009.14794), figure 2"
 AXES = Axes("angle between x and y [degrees]", "MSE of trigonometric over MSE of positive features", log_y=True)
 
 _TIE = "both are as accurate"
+_SLICE = "|x| = |y| = {}"
 _NEAR = (178.0, 179.0)
 
 
@@ -56,16 +57,17 @@ FULL = Config(draws=200_000, seconds=6)
 def rows(config: Config) -> Iterator[Measurement]:
     """The figure's slices, their crossings of r = 1, and sampled ratios where tails allow."""
     for length in config.lengths:
+        curve = _SLICE.format(length)
         for degrees in config.degrees:
             pair = Pair(length, length, degrees)
             expected = paper_error("trigonometric", pair) / paper_error("positive", pair)
-            yield Measurement(_slice(length), degrees, partial(_closed, config, pair, expected))
+            yield Measurement(curve, degrees, partial(_closed, config, pair, expected))
         tie = Pair(length, length, crossing(length))
         yield Measurement(_TIE, tie.degrees, partial(_closed, config, tie, 1.0))
         pairs = tuple(Pair(length, length, degrees) for degrees in config.sampled)
         pairs = tuple(pair for pair in pairs if pair.has_light_tails("positive"))
         for index, pair in enumerate(pairs if length <= 1 else ()):
-            yield Measurement(f"{_slice(length)}, sampled", pair.degrees, partial(_sampled, config, pairs, index))
+            yield Measurement(f"{curve}, sampled", pair.degrees, partial(_sampled, config, pairs, index))
 
 
 def verdict(rows: Sequence[FigureRow]) -> Verdict:
@@ -76,7 +78,7 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
     # With s = (lδ)²: exp(s) - 1 = s·(1 + s/2), and cosh D - 1 is less than its limit by a factor 1 - s·coth(D/2), which
     # is at most 2.2 for D ≥ 1. Together below 3s.
     margin = 3 * (max(QUICK.lengths) * math.radians(180 - _NEAR[0])) ** 2
-    end = value_at(rows, _slice(1.0), _NEAR[1]).value
+    end = value_at(rows, _SLICE.format(1.0), _NEAR[1]).value
     ties = ", ".join(f"{row.x:.1f}°" for row in reversed(in_series(rows, _TIE)))
     return decide(
         holds=all(abs(growth / law - 1) < margin for growth in growths) and deviation(worst) <= STANDARD_ERRORS,
@@ -101,13 +103,8 @@ def crossing(length: float) -> float:
 
 def _growth(rows: Sequence[FigureRow], length: float) -> float:
     """How much r grows between the last two angles."""
-    before, after = (value_at(rows, _slice(length), degrees).value for degrees in _NEAR)
+    before, after = (value_at(rows, _SLICE.format(length), degrees).value for degrees in _NEAR)
     return after / before
-
-
-def _slice(length: float) -> str:
-    """Name of a curve."""
-    return f"|x| = |y| = {length}"
 
 
 def _ratio(pair: Pair, projection: Projection) -> float:

@@ -17,19 +17,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-import torch
 from torch import Tensor
 
 from linattn.attention import linear_attention
 from linattn.feature_maps import FavorPlus
 from linattn.softmax import softmax_attention
 from linattn_lab.experiments.experiment import UNIFORM, Axes, Figure, FigureRow, Measurement, Sizes, Verdict
-from linattn_lab.experiments.inputs import Tokens, gaussian_tokens, mean_square, seed
+from linattn_lab.experiments.inputs import Tokens, gaussian_tokens, mean_figure, mean_square, seed
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series, value_at
 
 CLAIM = "The number of samples needed is small enough to be faster than computing the exact attention matrix."
 SOURCE = "time to perform, section II.1, as a condition of the method"
 AXES = Axes("deviation σ of the entries of q and k", "mean square error of the output", log_y=True)
+
+_CURVE = "{} samples"
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,13 @@ def rows(config: Config) -> Iterator[Measurement]:
     """The error at every scale, by each number of samples and by averaging."""
     for sigma in config.sigmas:
         for width in config.num_features:
-            yield Measurement(_curve(width), sigma, partial(_favor, config, sigma, width))
+            yield Measurement(_CURVE.format(width), sigma, partial(_favor, config, sigma, width))
         yield Measurement(UNIFORM, sigma, partial(_uniform, config, sigma))
 
 
 def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """As many samples as can pay, on tokens with N(0, 1) entries: do they do better than averaging the values?"""
-    most, sigma = _curve(QUICK.num_features[-1]), QUICK.sigmas[-1]
+    most, sigma = _CURVE.format(QUICK.num_features[-1]), QUICK.sigmas[-1]
     found, averaged = value_at(rows, most, sigma), value_at(rows, UNIFORM, sigma)
     margin = STANDARD_ERRORS * math.hypot(found.standard_error or 0.0, averaged.standard_error or 0.0)
     better = [f"{row.x:g}" for row in in_series(rows, most) if row.value < value_at(rows, UNIFORM, row.x).value]
@@ -73,11 +74,6 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
     )
 
 
-def _curve(num_features: int) -> str:
-    """Name of a curve."""
-    return f"{num_features} samples"
-
-
 def _favor(config: Config, sigma: float, width: int) -> Figure:
     """Mean square error of FAVOR+, orthogonal rows."""
     errors = []
@@ -85,7 +81,7 @@ def _favor(config: Config, sigma: float, width: int) -> Figure:
         tokens, truth = _tokens_and_truth(config, sigma, trial)
         favor = FavorPlus(config.head_dim, width, seed=seed("samples", config.seed, sigma, width, trial))
         errors.append(mean_square(linear_attention(*tokens, favor) - truth))
-    return _mean(errors)
+    return mean_figure(errors)
 
 
 def _uniform(config: Config, sigma: float) -> Figure:
@@ -94,13 +90,7 @@ def _uniform(config: Config, sigma: float) -> Figure:
     for trial in range(config.trials):
         tokens, truth = _tokens_and_truth(config, sigma, trial)
         errors.append(mean_square(tokens.value.mean(-2, keepdim=True) - truth))
-    return _mean(errors)
-
-
-def _mean(errors: list[float]) -> Figure:
-    """Mean over trials and its standard error."""
-    found = torch.tensor(errors, dtype=torch.float64)
-    return Figure(found.mean().item(), found.std().item() / math.sqrt(len(errors)))
+    return mean_figure(errors)
 
 
 @lru_cache(maxsize=64)
