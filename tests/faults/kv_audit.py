@@ -253,13 +253,6 @@ FAULTS = (
         PLANS,
     ),
     Fault(
-        "plan layer by layer where all are to be alike",
-        "lab/kv_audit/plans.py",
-        "and not is_common",
-        "",
-        PLANS,
-    ),
-    Fault(
         "share bytes out by the divergence itself, not by its root",
         "lab/kv_audit/plans.py",
         "max(kl, 0.0) ** 0.5",

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -90,17 +91,23 @@ def measure(settings: Settings, length: int, contender: str) -> int:
     """
     if settings.device == "cuda":
         return _measure_here(settings, length, contender)
-    words = json.dumps([asdict(settings), length, contender, torch.get_num_threads()])
+    asked = [asdict(settings), length, contender, torch.get_num_threads()]
+    what = f"the memory of {contender} attention at {length:,} tokens"
+    try:
+        return int(in_a_process(f"from {__name__} import print_extra_peak; print_extra_peak()", asked, what))
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}; --no-memory leaves it out") from None
+
+
+def in_a_process(code: str, asked: Any, what: str) -> str:
+    """What a fresh process under `CHILD_SETTINGS` prints as the measure of something; it is asked in JSON."""
     # -P: the folder the user stands in must not lend its modules.
-    command = [sys.executable, "-P", "-m", "linattn_lab.bench.memory", words]
+    command = [sys.executable, "-P", "-c", code, json.dumps(asked)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **CHILD_SETTINGS})
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise RuntimeError(
-            f"the process that measures the memory of {contender} attention at {length:,} tokens ended with "
-            f"{done.returncode}: {last}; --no-memory leaves it out"
-        )
-    return int(done.stdout)
+        raise RuntimeError(f"the process that measures {what} ended with {done.returncode}: {last}")
+    return done.stdout
 
 
 def _measure_here(settings: Settings, length: int, contender: str) -> int:
@@ -119,13 +126,9 @@ def _resident(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-def _main(words: str) -> None:
-    """Print the figure of one contender at one length."""
-    values, length, contender, threads = json.loads(words)
+def print_extra_peak() -> None:
+    """In that process: the figure of one contender at one length."""
+    values, length, contender, threads = json.loads(sys.argv[-1])
     torch.set_num_threads(threads)
     settings = Settings(**{**values, "lengths": tuple(values["lengths"])})
     sys.stdout.write(f"{_measure_here(settings, length, contender)}\n")
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1])

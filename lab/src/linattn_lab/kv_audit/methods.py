@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -164,20 +165,18 @@ def largest(make: Callable[[int], MergedKV], budget: int, sizes: Sizes) -> Merge
         sizes: of the layer.
     """
     room = budget * sizes.key_bytes
-
-    def fits(size: int) -> bool:
-        """Whether a size keeps no more."""
-        return kept_bytes(make(size), sizes, _ANY_LENGTH) <= room
-
-    if not fits(1):
+    size = largest_size(lambda size: kept_bytes(make(size), sizes, _ANY_LENGTH) <= room)
+    if size == 0:
         raise ValueError(f"{make(1).label} keeps more than the {room:,} bytes of {budget} keys; give more bytes")
-    low, high = 1, 2
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return make(low)
+    return make(size)
+
+
+def largest_size(fits: Callable[[int], bool]) -> int:
+    """The largest of 1, 2, … that fits, where all smaller ones do; 0 where none fits."""
+    most = 1
+    while fits(most):
+        most *= 2
+    return bisect_right(range(1, most), False, key=lambda size: not fits(size))
 
 
 def _latest(budget: int) -> int:

@@ -35,13 +35,7 @@ _ROUNDING = 1e-4
 
 
 def plan_memory(
-    loaded: LoadedModel,
-    text: Text,
-    budget: int,
-    *,
-    num_tokens: int,
-    begin: Callable[[str], None],
-    is_common: bool = False,
+    loaded: LoadedModel, text: Text, budget: int, *, num_tokens: int, begin: Callable[[str], None]
 ) -> MemoryPlan:
     """Choose a candidate and a share of the bytes for each bounded layer, by KL on the first passage of a text.
 
@@ -71,7 +65,7 @@ def plan_memory(
         begin(f"Planning at {budget:,} keys: {', '.join(dict.fromkeys(one.label for one in layers.values()))}")
         return measure_kl(layers)
 
-    trials = choose(tuple(CANDIDATES), len(bounded.names), budget, measure, is_common=is_common)
+    trials = choose(tuple(CANDIDATES), len(bounded.names), budget, measure)
     best = trials[0]
     return MemoryPlan(
         model=loaded.name,

@@ -35,9 +35,7 @@ Measure = Callable[[tuple[Choice | None, ...]], float]
 """The KL of a choice for each layer, None for exact attention; inf where the bytes are too few for a candidate."""
 
 
-def choose(
-    candidates: Sequence[str], num_layers: int, budget: int, measure: Measure, *, is_common: bool = False
-) -> list[Trial]:
+def choose(candidates: Sequence[str], num_layers: int, budget: int, measure: Measure) -> list[Trial]:
     """Try candidates in all layers, then shares of the bytes, then the runner-up in single layers; the best is first.
 
     In every trial the layers have at most num_layers·budget keys' bytes. The plain window is one for all layers: what
@@ -50,7 +48,6 @@ def choose(
         num_layers: of the model that attend to all tokens.
         budget: in exact keys, per layer.
         measure: what was measured of choices.
-        is_common: whether all layers are to have the same, of which each candidate is a trial.
 
     Returns:
         All trials that could be measured. The first is the choice: the least KL, or the plain window's where that is
@@ -68,7 +65,7 @@ def choose(
     plain, *others = alike
     others.sort(key=lambda trial: trial.kl)
     best = others[0]
-    if num_layers > 1 and not is_common and best.kl < math.inf:
+    if num_layers > 1 and best.kl < math.inf:
         one = best.choices[0]
         alone = [measure(tuple(one if place == n else None for n in range(num_layers))) for place in range(num_layers)]
         split = tuple(Choice(one.name, num_keys) for num_keys in shares(budget, alone))

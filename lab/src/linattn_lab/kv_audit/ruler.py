@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
+from linattn_lab.kv_audit.methods import largest_size
+
 NEEDLE, MANY_NEEDLES, VARIABLES, COMMON, FREQUENT = "niah_single", "niah_multikey", "vt", "cwe", "fwe"
 ENOUGH = 0.9
 """What the full cache has to score for a task to be measured."""
@@ -41,15 +43,10 @@ Maker = Callable[[random.Random, int], Prompt]
 
 def longest(make: Maker, seed: int, fits: Callable[[Prompt], bool]) -> Prompt:
     """The longest prompt of a task that fits."""
-    if not fits(make(random.Random(seed), 1)):
+    size = largest_size(lambda size: fits(make(random.Random(seed), size)))
+    if size == 0:
         raise ValueError("the smallest text of this task is longer than that; give more --tokens")
-    low, high = 1, 2
-    while fits(make(random.Random(seed), high)):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(make(random.Random(seed), middle)) else (low, middle)
-    return make(random.Random(seed), low)
+    return make(random.Random(seed), size)
 
 
 def _needle(draw: random.Random, size: int) -> Prompt:

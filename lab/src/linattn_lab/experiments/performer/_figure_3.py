@@ -10,8 +10,6 @@ Letters: H heads, L tokens, D head width.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -22,7 +20,7 @@ from torch import Tensor
 from linattn.attention import linear_attention
 from linattn.feature_maps import FavorPlus
 from linattn.softmax import softmax_attention
-from linattn_lab.bench.memory import CHILD_SETTINGS, extra_peak
+from linattn_lab.bench.memory import extra_peak, in_a_process
 from linattn_lab.experiments.experiment import EXACT, FigureRow
 from linattn_lab.experiments.inputs import generator, seed
 from linattn_lab.experiments.judging import in_series, slope
@@ -109,19 +107,13 @@ def verify() -> None:
 
 def extra_bytes(cases: Sequence[tuple[str, int, str]]) -> list[int]:
     """Extra peak memory of a call, results included, for (contender, length, passes): in one process of their own."""
-    words = json.dumps([cases, torch.get_num_threads()])
-    # -P: the folder the user stands in must not lend its modules.
-    command = [sys.executable, "-P", "-c", f"from {__name__} import print_extra_bytes; print_extra_bytes()", words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **CHILD_SETTINGS})
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise RuntimeError(f"the process that measures memory ended with {done.returncode}: {last}")
-    return [int(line) for line in done.stdout.split()]
+    code = f"from {__name__} import print_extra_bytes; print_extra_bytes()"
+    return [int(line) for line in in_a_process(code, [cases, torch.get_num_threads()], "memory").split()]
 
 
 def print_extra_bytes() -> None:
     """In that process: bytes of each case, a line each, after short calls that load libraries and start threads."""
-    cases, threads = json.loads(sys.argv[1])
+    cases, threads = json.loads(sys.argv[-1])
     torch.set_num_threads(threads)
     built = contenders()
     for contender, passes in {(contender, passes) for contender, _, passes in cases}:
