@@ -10,7 +10,7 @@ import math
 import pytest
 
 from linattn_lab.experiments.judging import STANDARD_ERRORS, deviation, in_series, value_at
-from linattn_lab.experiments.performer._pairs import ESTIMATORS, Pair, Projection, closed_error, paper_error
+from linattn_lab.experiments.pairs import ESTIMATORS, Pair, Projection, closed_error, paper_error
 from linattn_lab.experiments.performer.figure_2 import crossing
 from linattn_lab.experiments.performer.theorem_1 import ratio
 from linattn_lab.experiments.performer.theorem_4 import projections_of_the_theorem

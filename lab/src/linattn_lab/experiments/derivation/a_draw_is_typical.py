@@ -14,10 +14,10 @@ from functools import lru_cache, partial
 
 from torch import Tensor
 
-from linattn_lab.experiments.draws import kernel_ratios
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
-from linattn_lab.experiments.inputs import mean_figure, pair_at_angle
+from linattn_lab.experiments.inputs import mean_figure
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series, value_at
+from linattn_lab.experiments.pairs import Pair, Projection, estimates
 
 CLAIM = "exp(q·k) ≈ φ(q)·φ(k) for finitely many samples."
 SOURCE = 'derivation, section "Bringing It Back to the Attention Formula"; how many samples is not said'
@@ -95,6 +95,5 @@ def _below(config: Config, square: float) -> Figure:
 def _ratios(config: Config, square: float) -> Tensor:
     """Estimate divided by truth over draws, ascending."""
     length = math.sqrt(square) / 2
-    q, k = pair_at_angle(length, length, 0, config.head_dim)
-    found = kernel_ratios(q, k, config.num_features, "iid", config.draws, "typical", config.seed, square)
-    return found.flatten().sort().values
+    pair, rows = Pair(length, length, 0), Projection(config.num_features, config.head_dim, "iid")
+    return (estimates("positive", (pair,), rows, config.draws, config.seed)[:, 0] / pair.kernel).sort().values

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
-import torch
-from torch import Tensor
-
-from linattn_lab.experiments.draws import Draw, kernel_ratios
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
-from linattn_lab.experiments.inputs import mean_figure, pair_at_angle
+from linattn_lab.experiments.inputs import mean_figure
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest
+from linattn_lab.experiments.pairs import Draw, Pair, Projection, estimates
 
 CLAIM = "φ(q)·φ(k) with finitely many samples is an unbiased estimator of exp(q·k)."
 SOURCE = 'derivation, section "Finite-Dimensional Random Features"'
@@ -49,8 +46,8 @@ def rows(config: Config) -> Iterator[Measurement]:
     """The mean at every angle, width and draw; 48 features are three orthogonal blocks."""
     for draw in _DRAWS:
         for width in config.num_features:
-            for angle in config.angles:
-                yield Measurement(f"{draw}, r = {width}", angle, partial(_mean, config, draw, width, angle))
+            for index, angle in enumerate(config.angles):
+                yield Measurement(f"{draw}, r = {width}", angle, partial(_mean, config, draw, width, index))
 
 
 def verdict(rows: Sequence[FigureRow]) -> Verdict:
@@ -65,15 +62,8 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
     )
 
 
-def _mean(config: Config, draw: Draw, width: int, angle: float) -> Figure:
+def _mean(config: Config, draw: Draw, width: int, index: int) -> Figure:
     """Mean over draws at one angle."""
-    found = _at_all_angles(config, draw, width)[:, config.angles.index(angle)]
-    return mean_figure(found, expected=1.0)
-
-
-@lru_cache(maxsize=1)
-def _at_all_angles(config: Config, draw: Draw, width: int) -> Tensor:
-    """Estimate divided by truth, (draws, angles)."""
-    pairs = [pair_at_angle(config.length, config.length, angle, config.head_dim) for angle in config.angles]
-    q, k = (torch.cat(side) for side in zip(*pairs, strict=True))
-    return kernel_ratios(q, k, width, draw, config.draws, "unbiased", config.seed)
+    pairs = tuple(Pair(config.length, config.length, angle) for angle in config.angles)
+    sample = estimates("positive", pairs, Projection(width, config.head_dim, draw), config.draws, config.seed)
+    return mean_figure(sample[:, index] / pairs[index].kernel, expected=1.0)

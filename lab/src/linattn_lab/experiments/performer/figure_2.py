@@ -17,14 +17,7 @@ from functools import partial
 
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest, in_series, value_at
-from linattn_lab.experiments.performer._pairs import (
-    Pair,
-    Projection,
-    closed_error,
-    estimates,
-    paper_error,
-    variance_ratio,
-)
+from linattn_lab.experiments.pairs import Pair, Projection, closed_error, estimates, paper_error, variance_ratio
 
 CLAIM = (
     "For angles large enough, hence small enough values of the softmax kernel, positive features are arbitrarily more "

@@ -17,7 +17,7 @@ from functools import partial
 
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest, in_series, value_at
-from linattn_lab.experiments.performer._pairs import Pair, Projection, closed_error, estimates, variance_ratio
+from linattn_lab.experiments.pairs import Pair, Projection, closed_error, estimates, variance_ratio
 
 CLAIM = "The hyperbolic estimator is strictly more accurate than the positive one with twice as many random features."
 SOURCE = "Performer paper (arXiv 2009.14794), section 3, what follows lemma 2"

@@ -17,7 +17,7 @@ from functools import partial
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import mean_figure
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest
-from linattn_lab.experiments.performer._pairs import Draw, Pair, Projection, estimates
+from linattn_lab.experiments.pairs import Draw, Pair, Projection, estimates
 
 CLAIM = (
     "The softmax kernel is the mean of a product of positive features, and of a hyperbolic cosine: φ(x)·φ(y) is "

@@ -15,7 +15,7 @@ from functools import partial
 
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest
-from linattn_lab.experiments.performer._pairs import (
+from linattn_lab.experiments.pairs import (
     ESTIMATORS,
     LARGEST_SQUARE,
     Pair,

@@ -15,14 +15,7 @@ from functools import partial
 
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest, in_series, value_at
-from linattn_lab.experiments.performer._pairs import (
-    ESTIMATORS,
-    Pair,
-    Projection,
-    closed_error,
-    estimates,
-    variance_ratio,
-)
+from linattn_lab.experiments.pairs import ESTIMATORS, Pair, Projection, closed_error, estimates, variance_ratio
 
 CLAIM = (
     "Orthogonal rows further reduce the variance, so that even fewer random features do, and work particularly well "

@@ -19,15 +19,7 @@ from functools import partial
 
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest, in_series, value_at
-from linattn_lab.experiments.performer._pairs import (
-    Draw,
-    Pair,
-    Projection,
-    closed_error,
-    estimates,
-    paper_error,
-    variance_figure,
-)
+from linattn_lab.experiments.pairs import Draw, Pair, Projection, closed_error, estimates, paper_error, variance_figure
 
 CLAIM = (
     "With m ≤ d orthogonal rows the mean squared error of positive features is at most that of independent rows less "

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import decide, in_series
-from linattn_lab.experiments.performer._pairs import Pair, Projection, closed_error, paper_error
+from linattn_lab.experiments.pairs import Pair, Projection, closed_error, paper_error
 
 CLAIM = (
     "As the softmax kernel tends to 0 the mean squared error of trigonometric features tends to infinity, that of "

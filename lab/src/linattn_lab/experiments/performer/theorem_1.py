@@ -21,7 +21,7 @@ from linattn.feature_maps import FavorPlus
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import mean_figure, pair_at_angle
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, deviation, farthest, in_series
-from linattn_lab.experiments.performer._pairs import Pair, Projection, estimates
+from linattn_lab.experiments.pairs import Pair, Projection, estimates
 
 CLAIM = (
     "If ‖A‖_∞ ≤ C for the attention matrix, the entries of the regularised one are at least 1 - 2/d^(1/3) + "

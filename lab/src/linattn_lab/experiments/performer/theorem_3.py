@@ -24,7 +24,7 @@ import torch
 
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series, value_at
-from linattn_lab.experiments.performer._pairs import Draw, Pair, Projection, estimates
+from linattn_lab.experiments.pairs import Draw, Pair, Projection, estimates
 
 CLAIM = (
     "Orthogonal rows bound the probabilities of large deviations of a kernel estimate strictly better than independent "

@@ -19,7 +19,7 @@ from linattn.feature_maps import Trigonometric, features
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import gaussian_tokens, mean_figure, seed
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, value_at
-from linattn_lab.experiments.performer._pairs import Pair, Projection, closed_error
+from linattn_lab.experiments.pairs import Pair, Projection, closed_error
 
 CLAIM = (
     "m = Θ(d log d) random projections suffice to approximate the attention matrix accurately with orthogonal "

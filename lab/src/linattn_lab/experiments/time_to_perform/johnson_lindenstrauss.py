@@ -15,11 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from linattn.feature_maps import FavorPlus
-from linattn_lab.experiments.draws import kernel_ratios
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import generator, pair_at_angle
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series
+from linattn_lab.experiments.pairs import Pair, Projection, closed_error, estimates
 
 CLAIM = "Approximating attention by random features is the Johnson-Lindenstrauss method."
 SOURCE = 'time to perform, section I ("Johnson-Linderhaus")'
@@ -76,7 +75,7 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
 def _of_length(config: Config, square: float) -> Figure:
     """|W·z|²/m for z = q + k."""
     source = generator("lengths", config.seed, square)
-    q, k = _pair(config, square)
+    q, k = pair_at_angle(*_pair(square), config.head_dim)
     # By its definition, W drawn anew each time.
     projections = torch.randn(
         config.draws, config.num_projections, config.head_dim, generator=source, dtype=torch.float64
@@ -87,16 +86,15 @@ def _of_length(config: Config, square: float) -> Figure:
 
 def _of_kernel(config: Config, square: float) -> Figure:
     """φ(q)·φ(k)."""
-    q, k = _pair(config, square)
-    found = kernel_ratios(q, k, config.num_projections, "iid", config.draws, "lengths", config.seed, square)
-    return _relative_deviation(found, _formula(config, square).value)
+    pair, rows = _pair(square), Projection(config.num_projections, config.head_dim, "iid")
+    sample = estimates("positive", (pair,), rows, config.draws, config.seed)[:, 0]
+    return _relative_deviation(sample / pair.kernel, _formula(config, square).value)
 
 
 def _formula(config: Config, square: float) -> Figure:
     """√((e^s - 1)/m), by the library's closed form."""
-    favor = FavorPlus(config.head_dim, config.num_projections, draw="iid")
-    s = torch.tensor(square, dtype=torch.float64)
-    return Figure(favor.relative_variance(s, torch.zeros_like(s)).sqrt().item())
+    pair, rows = _pair(square), Projection(config.num_projections, config.head_dim, "iid")
+    return Figure(math.sqrt(closed_error("positive", pair, rows)) / pair.kernel)
 
 
 def _relative_deviation(ratios: Tensor, expected: float) -> Figure:
@@ -106,6 +104,6 @@ def _relative_deviation(ratios: Tensor, expected: float) -> Figure:
     return Figure(value, squares.std().item() / math.sqrt(squares.numel()) / (2 * value), expected)
 
 
-def _pair(config: Config, square: float) -> tuple[Tensor, Tensor]:
+def _pair(square: float) -> Pair:
     """q = k with |q + k|² = s."""
-    return pair_at_angle(math.sqrt(square) / 2, math.sqrt(square) / 2, 0, config.head_dim)
+    return Pair(math.sqrt(square) / 2, math.sqrt(square) / 2, 0)
