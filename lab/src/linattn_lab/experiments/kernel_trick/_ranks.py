@@ -5,7 +5,9 @@ Letters: L tokens, D head width, R features.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,8 +15,9 @@ from torch import Tensor
 from linattn.attention import attention_rows
 from linattn.feature_maps import FavorPlus, features
 from linattn.softmax import softmax_attention
-from linattn_lab.experiments.experiment import Figure, Sizes
+from linattn_lab.experiments.experiment import Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import gaussian_tokens, seed
+from linattn_lab.experiments.judging import decide
 
 WEIGHTS, ATTENTION = "φ(Q)φ(K)ᵀ", "with rows that sum to 1"
 
@@ -27,6 +30,24 @@ class Config(Sizes):
     num_tokens: int = 64
     head_dim: int = 16
     sigma: float = 0.5
+
+
+def ranks(config: Config, *, is_causal: bool) -> Iterator[Measurement]:
+    """The ranks of all weights, and of the matrix that averages the values."""
+    for width in config.num_features:
+        for series, rank in ((WEIGHTS, rank_of_weights), (ATTENTION, rank_of_attention)):
+            yield Measurement(series, width, partial(rank, config, width, is_causal=is_causal))
+
+
+def bounded(rows: Sequence[FigureRow], more: str = "") -> Verdict:
+    """No rank above d_φ, or one; more words on the figure."""
+    worst = max(rows, key=lambda row: (row.value / row.x, row.x))
+    return decide(
+        holds=worst.value <= worst.x,
+        fails=worst.value > worst.x,
+        figure=f"with {worst.x:.0f} features the rank is {worst.value:.0f} ({worst.series}){more}",
+        tolerance="singular values above what rounding leaves, 2⁻⁵² of the largest for each row, are counted",
+    )
 
 
 def rank_of_weights(config: Config, num_features: int, *, is_causal: bool) -> Figure:

@@ -8,17 +8,9 @@ reads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 from linattn_lab.experiments.experiment import Axes, FigureRow, Measurement, Verdict
-from linattn_lab.experiments.judging import decide
-from linattn_lab.experiments.kernel_trick._ranks import (
-    ATTENTION,
-    WEIGHTS,
-    Config,
-    rank_of_attention,
-    rank_of_weights,
-)
+from linattn_lab.experiments.kernel_trick._ranks import Config, bounded, ranks
 
 CLAIM = "The implicit attention matrix has rank at most d_φ, under a causal mask too."
 SOURCE = 'kernel trick, section "The Trade-off", which excepts no mask'
@@ -30,17 +22,9 @@ FULL = Config(num_features=(2, 4, 8, 16, 32, 64, 128), num_tokens=256, seconds=2
 
 def rows(config: Config) -> Iterator[Measurement]:
     """The ranks of all weights and of the matrix that averages the values."""
-    for width in config.num_features:
-        yield Measurement(WEIGHTS, width, partial(rank_of_weights, config, width, is_causal=True))
-        yield Measurement(ATTENTION, width, partial(rank_of_attention, config, width, is_causal=True))
+    return ranks(config, is_causal=True)
 
 
 def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """No rank above d_φ, or one."""
-    worst = max(rows, key=lambda row: row.value / row.x)
-    return decide(
-        holds=worst.value <= worst.x,
-        fails=worst.value > worst.x,
-        figure=f"with {worst.x:.0f} features the rank is {worst.value:.0f} ({worst.series})",
-        tolerance="singular values above what rounding leaves, 2⁻⁵² of the largest for each row, are counted",
-    )
+    return bounded(rows)

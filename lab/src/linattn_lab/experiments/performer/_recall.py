@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from linattn.attention import linear_attention
 from linattn.feature_maps import FeatureMap, RandomFeatureMap
 from linattn.softmax import softmax_attention
-from linattn_lab.experiments.experiment import FigureRow
+from linattn_lab.experiments.experiment import EXACT, FigureRow
 from linattn_lab.experiments.inputs import generator, seed
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -182,6 +182,13 @@ def swapped(
 ) -> dict[int, Tensor]:
     """The pretrained network tuned under one draw of a map: its accuracy after so many steps."""
     return tuning_curve(pretrained(task), task, attention_with(swap_map(kind, width, draw)), steps, draw)
+
+
+@lru_cache(maxsize=4)
+def baseline(task: Recall, series: str, steps: tuple[int, ...]) -> dict[int, Tensor]:
+    """The pretrained network tuned as long under exact attention, or under averaging."""
+    attend = softmax_attention if series == EXACT else average
+    return tuning_curve(pretrained(task), task, attend, steps, 0)
 
 
 def swap_map(kind: type[RandomFeatureMap], width: int, draw: int) -> RandomFeatureMap:

@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from linattn.feature_maps import FavorPlus
-from linattn.softmax import softmax_attention
 from linattn_lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import over_runs
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 from linattn_lab.experiments.performer._recall import (
     Recall,
     attention_with,
-    average,
-    pretrained,
+    baseline,
     regained,
     swap_map,
     swapped,
@@ -89,8 +87,7 @@ def _curve(config: Config, series: str) -> dict[int, Figure]:
     """Accuracy after every number of steps."""
     task, steps = config.task, config.steps
     if series in (EXACT, UNIFORM):
-        attend = softmax_attention if series == EXACT else average
-        runs = [tuning_curve(pretrained(task), task, attend, steps, 0)]
+        runs = [baseline(task, series, steps)]
     elif series.startswith(_SCRATCH):
         width = int(series.removeprefix(_SCRATCH))
         runs = [

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from linattn.attention import linear_attention
 from linattn.feature_maps import FavorPlus, FeatureMap, Trigonometric, features
-from linattn.softmax import softmax_attention
 from linattn_lab.experiments.experiment import EXACT, UNIFORM, Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import mean_figure, over_runs
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series
@@ -26,7 +25,7 @@ from linattn_lab.experiments.performer._recall import (
     Recall,
     accuracy,
     attention_with,
-    average,
+    baseline,
     pretrained,
     regained,
     swap_map,
@@ -108,16 +107,9 @@ def _negative(config: Config, width: int, step: int) -> Figure:
     return mean_figure(torch.tensor([_run(config, width, draw).negative[step] for draw in range(config.draws)]))
 
 
-@lru_cache(maxsize=4)
-def _baseline_curve(config: Config, series: str) -> dict[int, Tensor]:
-    """Exact attention, or averaging, tuned for as long."""
-    attend = softmax_attention if series == EXACT else average
-    return tuning_curve(pretrained(config.task), config.task, attend, config.steps, 0)
-
-
 def _baseline(config: Config, series: str, step: int) -> Figure:
-    """Its accuracy."""
-    return over_runs([_baseline_curve(config, series)[step]])
+    """Accuracy under exact attention, or averaging, tuned for as long."""
+    return over_runs([baseline(config.task, series, config.steps)[step]])
 
 
 @lru_cache(maxsize=32)
