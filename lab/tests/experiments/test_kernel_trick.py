@@ -10,7 +10,7 @@ from linattn_lab.experiments import EXPERIMENTS
 from linattn_lab.experiments.experiment import EXACT
 from linattn_lab.experiments.judging import STANDARD_ERRORS, value_at
 from linattn_lab.experiments.kernel_trick._ranks import ATTENTION, WEIGHTS
-from linattn_lab.experiments.kernel_trick.any_map_averages import IDENTITY, trigonometric
+from linattn_lab.experiments.kernel_trick.any_map_averages import IDENTITY, TRIGONOMETRIC
 from linattn_lab.experiments.kernel_trick.product_is_free_of_n import OPERATIONS
 
 # Experiment, its verdict, the verdict of doctored rows, how each value is doctored.
@@ -53,8 +53,8 @@ def test_ranks_of_exponentials_are_those_of_another_calculation(taken, dimension
 # Shares of negative denominators in another implementation, of one draw each.
 REFERENCE = [
     (IDENTITY, 16, 0.504),
-    *((trigonometric(1), width, share) for width, share in ((16, 0.22), (64, 0.12), (256, 0.03))),
-    *((trigonometric(1.5), width, share) for width, share in ((16, 0.48), (64, 0.50), (256, 0.45))),
+    *((TRIGONOMETRIC.format(1), width, share) for width, share in ((16, 0.22), (64, 0.12), (256, 0.03))),
+    *((TRIGONOMETRIC.format(1.5), width, share) for width, share in ((16, 0.48), (64, 0.50), (256, 0.45))),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -38,11 +39,7 @@ def highest(changes: Sequence[int]) -> int:
         >>> highest([4, 4, -8, 6]), highest([-4, 2])
         (8, 0)
     """
-    total = most = 0
-    for change in changes:
-        total += change
-        most = max(most, total)
-    return most
+    return max(accumulate(changes, initial=0))
 
 
 @contextmanager

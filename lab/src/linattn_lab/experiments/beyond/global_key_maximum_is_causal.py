@@ -71,16 +71,13 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
 
 def _change(config: Config, series: str, factor: float) -> Figure:
     """Largest change over draws, tokens before the last, and channels."""
-    return Figure(max(_change_of(config, series, factor, draw) for draw in range(config.draws)))
-
-
-def _change_of(config: Config, series: str, factor: float, draw: int) -> float:
-    """Largest change of one draw."""
-    tokens = gaussian_tokens(config.num_tokens, config.head_dim, 1.0, "leak", config.seed, draw)
-    key = tokens.key.clone()
-    key[..., -1, :] *= factor
-    attend, before = _attend(config, series, draw), _before(config, series, draw)
-    return (attend(tokens._replace(key=key)) - before)[..., :-1, :].abs().max().item()
+    changes = []
+    for draw in range(config.draws):
+        tokens = gaussian_tokens(config.num_tokens, config.head_dim, 1.0, "leak", config.seed, draw)
+        tokens.key[..., -1, :] *= factor
+        change = _attend(config, series, draw)(tokens) - _before(config, series, draw)
+        changes.append(change[..., :-1, :].abs().max().item())
+    return Figure(max(changes))
 
 
 @lru_cache(maxsize=3 * FULL.draws)

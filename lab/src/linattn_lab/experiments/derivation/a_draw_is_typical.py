@@ -56,7 +56,8 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """The median farthest from the truth: within a factor of two, or not."""
     worst = max(in_series(rows, MEDIAN), key=lambda row: abs(math.log(row.value)))
     below = value_at(rows, BELOW, worst.x).value
-    low, high = worst.value - _margin(worst), worst.value + _margin(worst)
+    margin = STANDARD_ERRORS * (worst.standard_error or 0.0)
+    low, high = worst.value - margin, worst.value + margin
     return decide(
         holds=low > 1 / _FACTOR and high < _FACTOR,
         fails=high < 1 / _FACTOR or low > _FACTOR,
@@ -65,11 +66,6 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
         tolerance=f"the median within a factor of {_FACTOR:.0f}, {STANDARD_ERRORS:.0f} standard errors aside "
         f"({worst.standard_error or 0:.3f} each)",
     )
-
-
-def _margin(row: FigureRow) -> float:
-    """How far the true value may lie from the measured one."""
-    return STANDARD_ERRORS * (row.standard_error or 0.0)
 
 
 def _median(config: Config, square: float) -> Figure:

@@ -23,6 +23,7 @@ SOURCE = 'kernel trick, section "The Final Linear Attention Formula"'
 AXES = Axes("features d_φ", "share of queries whose denominator is negative", log_x=True)
 
 IDENTITY, POSITIVE = "φ(x) = x", "positive random features"
+TRIGONOMETRIC = "trigonometric features, entries of deviation {:g}"
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ def rows(config: Config) -> Iterator[Measurement]:
     yield Measurement(IDENTITY, config.head_dim, partial(_share, config, IDENTITY, config.head_dim, 1))
     for width in config.num_features:
         for sigma in config.sigmas:
-            yield Measurement(trigonometric(sigma), width, partial(_share, config, trigonometric(sigma), width, sigma))
+            series = TRIGONOMETRIC.format(sigma)
+            yield Measurement(series, width, partial(_share, config, series, width, sigma))
         yield Measurement(POSITIVE, width, partial(_share, config, POSITIVE, width, 1))
 
 
@@ -53,7 +55,7 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Any share of negative denominators, beyond its sampling error, refutes "any map"."""
     worst = max(rows, key=lambda row: row.value - STANDARD_ERRORS * (row.standard_error or 0.0))
     margin = STANDARD_ERRORS * (worst.standard_error or 0.0)
-    few, *_, many = in_series(rows, trigonometric(QUICK.sigmas[0]))
+    few, *_, many = in_series(rows, TRIGONOMETRIC.format(QUICK.sigmas[0]))
     positive = max(row.value for row in rows if row.series == POSITIVE)
     return decide(
         holds=all(row.value == 0 for row in rows),
@@ -64,11 +66,6 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
         tolerance=f"an average has none; {STANDARD_ERRORS:.0f} standard errors over independent tokens and draws "
         f"({margin / STANDARD_ERRORS:.1%} each)",
     )
-
-
-def trigonometric(sigma: float) -> str:
-    """Name of a curve."""
-    return f"trigonometric features, entries of deviation {sigma:g}"
 
 
 def _share(config: Config, series: str, width: int, sigma: float) -> Figure:

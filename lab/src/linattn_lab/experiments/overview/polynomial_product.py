@@ -68,7 +68,8 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
 def _difference(config: Config, series: str, degree: int) -> Figure:
     """A form of the kernel from the inner product of the features."""
     query, key, product, sums = _forms(config)
-    exact = _inner(config, degree, query, key)
+    phi = ElementwisePolynomial(config.head_dim, degree=degree)
+    exact = features(phi, query, "query") @ features(phi, key, "key").mT
     if series == _RIGHT:
         products = query.unsqueeze(1) * key / config.head_dim
         found = (products + (query.unsqueeze(1) + key) * config.head_dim**-0.5 + 1).pow(degree).sum(-1)
@@ -78,12 +79,6 @@ def _difference(config: Config, series: str, degree: int) -> Figure:
         found = (product + sums + config.head_dim).pow(degree)
         found = found * ((found * exact).sum() / found.square().sum())
     return Figure(overall_relative_error(found, exact), expected=None if series == _RIGHT else 0.0)
-
-
-def _inner(config: Config, degree: int, query: Tensor, key: Tensor) -> Tensor:
-    """φ(Q)φ(K)ᵀ."""
-    phi = ElementwisePolynomial(config.head_dim, degree=degree)
-    return features(phi, query, "query") @ features(phi, key, "key").mT
 
 
 @lru_cache(maxsize=1)

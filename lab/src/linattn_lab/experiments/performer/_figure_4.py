@@ -22,6 +22,7 @@ from linattn.feature_maps import (
     FavorPlus,
     FeatureMap,
     Hyperbolic,
+    RandomFeatureMap,
     Taylor,
     Trigonometric,
 )
@@ -37,7 +38,7 @@ TRIGONOMETRIC, TRIGONOMETRIC_IID = "sin and cos, orthogonal", "sin and cos, iid"
 POSITIVE, POSITIVE_IID = "FAVOR+, orthogonal", "FAVOR+, iid"
 
 # Maps of R random features, by name: from R, a seed and N, a map with one draw a head.
-RANDOM: dict[str, Callable[..., FeatureMap]] = {
+RANDOM: dict[str, Callable[..., RandomFeatureMap]] = {
     TRIGONOMETRIC: partial(Trigonometric, HEAD_DIM),
     TRIGONOMETRIC_IID: partial(Trigonometric, HEAD_DIM, draw="iid"),
     POSITIVE: partial(FavorPlus, HEAD_DIM),

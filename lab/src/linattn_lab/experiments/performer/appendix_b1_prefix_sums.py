@@ -7,7 +7,7 @@ An identity of finite sums: only rounding separates both sides, in whatever piec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -91,13 +91,12 @@ def _masked(config: Config, length: int) -> tuple[Tokens, Tensor]:
 def _difference(config: Config, pieces: str, length: int) -> Figure:
     """Largest difference between prefix sums and the masked matrix, over the largest output."""
     tokens, masked = _masked(config, length)
-    compute: Callable[[Config, Tokens], Tensor] = _in_blocks if pieces == _PIECES[0] else _token_by_token
-    return Figure(((compute(config, tokens) - masked).abs().max() / masked.abs().max()).item())
-
-
-def _in_blocks(config: Config, tokens: Tokens) -> Tensor:
-    """One call, which cuts the sums as suits it."""
-    return linear_attention(*tokens, _favor(config), is_causal=True)
+    if pieces == _PIECES[0]:
+        # One call, which cuts the sums as suits it.
+        found = linear_attention(*tokens, _favor(config), is_causal=True)
+    else:
+        found = _token_by_token(config, tokens)
+    return Figure(((found - masked).abs().max() / masked.abs().max()).item())
 
 
 def _token_by_token(config: Config, tokens: Tokens) -> Tensor:

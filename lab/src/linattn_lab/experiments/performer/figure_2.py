@@ -66,7 +66,8 @@ def rows(config: Config) -> Iterator[Measurement]:
 def verdict(rows: Sequence[FigureRow]) -> Verdict:
     """Whether r grows as 1/(180° - φ)² towards 180°, and the samples lie on the curves."""
     worst = farthest([row for row in rows if row.standard_error])
-    growths = [_growth(rows, length) for length in QUICK.lengths]
+    near = [[value_at(rows, _SLICE.format(length), degrees).value for degrees in _NEAR] for length in QUICK.lengths]
+    growths = [after / before for before, after in near]
     law = ((180 - _NEAR[0]) / (180 - _NEAR[1])) ** 2
     # With s = (lδ)²: exp(s) - 1 = s·(1 + s/2), and cosh D - 1 is less than its limit by a factor 1 - s·coth(D/2), which
     # is at most 2.2 for D ≥ 1. Together below 3s.
@@ -92,12 +93,6 @@ def crossing(length: float) -> float:
         pair = Pair(length, length, middle)
         low, high = (middle, high) if _ratio(pair, Projection(1, QUICK.head_dim, "iid")) < 1 else (low, middle)
     return low
-
-
-def _growth(rows: Sequence[FigureRow], length: float) -> float:
-    """How much r grows between the last two angles."""
-    before, after = (value_at(rows, _SLICE.format(length), degrees).value for degrees in _NEAR)
-    return after / before
 
 
 def _ratio(pair: Pair, projection: Projection) -> float:

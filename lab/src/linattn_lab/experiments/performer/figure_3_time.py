@@ -94,7 +94,7 @@ def _floor(rows: Sequence[FigureRow]) -> str:
 
 def _time(config: Config, name: str, length: int, passes: str) -> Figure:
     """Seconds of the fastest call: whatever disturbs one only slows it."""
-    return Figure(min(_times(config, passes)[_case(name, length)]))
+    return Figure(min(_times(config, passes)[f"{name} at {length}"]))
 
 
 @lru_cache(maxsize=4)
@@ -104,17 +104,12 @@ def _times(config: Config, passes: str) -> dict[str, list[float]]:
     built = contenders()
     return seconds(
         {
-            _case(name, length): call(built[name], length, passes)
+            f"{name} at {length}": call(built[name], length, passes)
             for length in config.lengths
             for name in _present(config, length)
         },
         repeats=config.repeats,
     )
-
-
-def _case(name: str, length: int) -> str:
-    """What is timed."""
-    return f"{name} at {length}"
 
 
 def _present(config: Config, length: int) -> list[str]:

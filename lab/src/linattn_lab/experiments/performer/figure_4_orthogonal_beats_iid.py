@@ -14,13 +14,13 @@ from functools import lru_cache, partial
 
 import torch
 
-from linattn.feature_maps import FavorPlus, RandomFeatureMap, Trigonometric
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series
 from linattn_lab.experiments.performer._figure_4 import (
     HEAD_DIM,
     POSITIVE,
     POSITIVE_IID,
+    RANDOM,
     SIGMAS,
     TRIGONOMETRIC,
     TRIGONOMETRIC_IID,
@@ -35,7 +35,6 @@ AXES = Axes("features r", "error with iid rows over that with orthogonal rows", 
 
 _SINES, _POSITIVE = "sines and cosines", "FAVOR+"
 _NAMES = {_SINES: (TRIGONOMETRIC_IID, TRIGONOMETRIC), _POSITIVE: (POSITIVE_IID, POSITIVE)}
-_MAPS: dict[str, type[RandomFeatureMap]] = {_SINES: Trigonometric, _POSITIVE: FavorPlus}
 # Where the first order in 1/r is a fair one: s and D are 2 on average.
 _SMALL, _LARGE = SIGMAS[0], SIGMAS[-1]
 _QUERIES = 256
@@ -119,7 +118,6 @@ def _first_order(family: str, width: int, sigma: float) -> float | None:
     squares = scale * (query.square().sum(-1, keepdim=True) + key.square().sum(-1))
     weights = product.softmax(-1).square()
     iid, orthogonal = (
-        _MAPS[family](HEAD_DIM, width, draw=draw).relative_variance(squares + 2 * product, squares - 2 * product)
-        for draw in ("iid", "orthogonal")
+        RANDOM[name](width).relative_variance(squares + 2 * product, squares - 2 * product) for name in _NAMES[family]
     )
     return float((weights * iid).sum() / (weights * orthogonal).sum())

@@ -28,6 +28,7 @@ SOURCE = "Performer paper (arXiv 2009.14794), section 3, what follows lemma 2"
 AXES = Axes("|x| = |y|", "kernel, and mean squared error of one row", log_y=True)
 
 _KERNEL = "softmax kernel"
+_AT = "{}, {}°"
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ def rows(config: Config) -> Iterator[Measurement]:
     for degrees in config.degrees:
         for length in config.lengths:
             pair = Pair(length, length, degrees)
-            yield Measurement(_at(_KERNEL, degrees), length, partial(Figure, pair.kernel))
+            yield Measurement(_AT.format(_KERNEL, degrees), length, partial(Figure, pair.kernel))
             for name in ("trigonometric", "positive"):
-                yield Measurement(_at(name, degrees), length, partial(_error, config, name, pair))
+                yield Measurement(_AT.format(name, degrees), length, partial(_error, config, name, pair))
 
 
 def verdict(rows: Sequence[FigureRow]) -> Verdict:
@@ -58,15 +59,15 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
     refuted, borne_out = [], []
     for degrees in QUICK.degrees:
         kernel, trigonometric, positive = (
-            [row.value for row in in_series(rows, _at(name, degrees))]
+            [row.value for row in in_series(rows, _AT.format(name, degrees))]
             for name in (_KERNEL, "trigonometric", "positive")
         )
         vanishes = max(_growths(kernel)) < 0
         refuted.append(vanishes and (min(_growths(positive)) > 0 or max(_growths(trigonometric)) < 0))
         borne_out.append(vanishes and max(_growths(positive)) < 0 and min(_growths(trigonometric)) > 0)
-    first, last = in_series(rows, _at(_KERNEL, QUICK.degrees[0]))[:: len(QUICK.lengths) - 1]
-    before, after = in_series(rows, _at("positive", QUICK.degrees[0]))[:: len(QUICK.lengths) - 1]
-    good = in_series(rows, _at("positive", QUICK.degrees[1]))[-1]
+    first, last = in_series(rows, _AT.format(_KERNEL, QUICK.degrees[0]))[:: len(QUICK.lengths) - 1]
+    before, after = in_series(rows, _AT.format("positive", QUICK.degrees[0]))[:: len(QUICK.lengths) - 1]
+    good = in_series(rows, _AT.format("positive", QUICK.degrees[1]))[-1]
     return decide(
         holds=all(borne_out),
         fails=any(refuted),
@@ -76,11 +77,6 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
         "|x|² + |y|² + 4x·y → -∞, an angle beyond 120° where the lengths are equal",
         tolerance="none: closed forms; refuted where an error moves the wrong way at every step while the kernel falls",
     )
-
-
-def _at(name: str, degrees: int) -> str:
-    """Name of a curve."""
-    return f"{name}, {degrees}°"
 
 
 def _growths(values: Sequence[float]) -> list[float]:

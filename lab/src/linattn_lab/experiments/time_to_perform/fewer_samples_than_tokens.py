@@ -52,8 +52,8 @@ def rows(config: Config) -> Iterator[Measurement]:
     """The error at every scale, by each number of samples and by averaging."""
     for sigma in config.sigmas:
         for width in config.num_features:
-            yield Measurement(_CURVE.format(width), sigma, partial(_favor, config, sigma, width))
-        yield Measurement(UNIFORM, sigma, partial(_uniform, config, sigma))
+            yield Measurement(_CURVE.format(width), sigma, partial(_error, config, sigma, width))
+        yield Measurement(UNIFORM, sigma, partial(_error, config, sigma, None))
 
 
 def verdict(rows: Sequence[FigureRow]) -> Verdict:
@@ -74,22 +74,16 @@ def verdict(rows: Sequence[FigureRow]) -> Verdict:
     )
 
 
-def _favor(config: Config, sigma: float, width: int) -> Figure:
-    """Mean square error of FAVOR+, orthogonal rows."""
+def _error(config: Config, sigma: float, width: int | None) -> Figure:
+    """Mean square error of FAVOR+, orthogonal rows, or of the mean of all values."""
     errors = []
     for trial in range(config.trials):
         tokens, truth = _tokens_and_truth(config, sigma, trial)
-        favor = FavorPlus(config.head_dim, width, seed=seed("samples", config.seed, sigma, width, trial))
-        errors.append(mean_square(linear_attention(*tokens, favor) - truth))
-    return mean_figure(errors)
-
-
-def _uniform(config: Config, sigma: float) -> Figure:
-    """The same of the mean of all values."""
-    errors = []
-    for trial in range(config.trials):
-        tokens, truth = _tokens_and_truth(config, sigma, trial)
-        errors.append(mean_square(tokens.value.mean(-2, keepdim=True) - truth))
+        out = tokens.value.mean(-2, keepdim=True)
+        if width is not None:
+            favor = FavorPlus(config.head_dim, width, seed=seed("samples", config.seed, sigma, width, trial))
+            out = linear_attention(*tokens, favor)
+        errors.append(mean_square(out - truth))
     return mean_figure(errors)
 
 
