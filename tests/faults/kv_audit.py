@@ -164,8 +164,8 @@ FAULTS = (
     Fault(
         "count what was freed as if it were there",
         "lab/kv_audit/peak.py",
-        "total += change",
-        "total += max(change, 0)",
+        "accumulate(changes, initial=0)",
+        "accumulate((max(change, 0) for change in changes), initial=0)",
         FIGURES,
     ),
     Fault(
