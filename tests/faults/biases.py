@@ -156,4 +156,11 @@ FAULTS = (
         "c = peak",
         RISING,
     ),
+    Fault(
+        "give biases of 0 the gradient of linear features",
+        BLOCKED + "causal.py",
+        "(biases is None and self.of_bias.of_heads is None)",
+        "biases is None",
+        RISING,
+    ),
 )

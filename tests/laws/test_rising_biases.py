@@ -32,6 +32,7 @@ def biases(kind: str) -> Tensor:
     place, draws = torch.arange(float(LENGTH)), torch.rand(1, 4, LENGTH, generator=torch.Generator().manual_seed(1))
     slopes = torch.tensor([0.02, 3.0, 0.3, 0.001]).view(1, 4, 1)
     kinds = {
+        "zero": 0 * draws,
         "weak": 0.05 * draws.cumsum(-1),
         "strong": 8 * draws.cumsum(-1),
         "every strength": slopes * place,
@@ -72,7 +73,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("pieces", [(LENGTH,), (140, 160)], ids=str)
 @pytest.mark.parametrize("size", [1.0, 4.0])
-@pytest.mark.parametrize("kind", ["weak", "strong", "every strength", "falling", "wild", "masked"])
+@pytest.mark.parametrize("kind", ["zero", "weak", "strong", "every strength", "falling", "wild", "masked"])
 @pytest.mark.parametrize("feature_map", MAPS, ids=lambda x: type(x).__name__)
 def test_as_exact_as_in_float64(feature_map: FeatureMap, kind: str, size: float, pieces: tuple[int, ...]) -> None:
     inputs = [*tokens(size), biases(kind)]

@@ -288,9 +288,10 @@ class JointGradients(JointRows):
     def _of_keys(self, visit: BlockState, grad_phi_k: Tensor) -> KeyGradients:
         """The gradients of what the map returned for keys, and of biases apart from features."""
         grad_phi_k, (keys, c, _, biases) = grad_phi_k.view(visit.phi_k.shape), visit.loaded
-        if biases is None or self.map.exponential:
-            return keys.gradients(c, visit.phi_k, grad_phi_k)
-        return KeyGradients(grad_phi_k, (grad_phi_k * visit.phi_k).sum(-1))
+        gradients = keys.gradients(c, visit.phi_k, grad_phi_k)
+        if self.map.exponential or (biases is None and self.of_bias.of_heads is None):
+            return gradients
+        return gradients._replace(weight=(grad_phi_k * visit.phi_k).sum(-1))
 
     def _pull_apart(
         self, visit: BlockState, rows: SavedRows, value: Tensor, grad_S: Tensor, grad_z: Tensor, cut: Split | None
