@@ -151,9 +151,9 @@ FAULTS = (
     ),
     Fault(
         "move sums far along a text to exponents that their level rounds",
-        BLOCKED + "causal.py",
-        "c = peak if peak is state.m else coarse(peak)",
-        "c = peak",
+        BLOCKED + "features.py",
+        "coarse((peak - self.start.squeeze(-2)) * (1 / LOG2_E))",
+        "(peak - self.start.squeeze(-2)) * (1 / LOG2_E)",
         RISING,
     ),
     Fault(
@@ -161,6 +161,34 @@ FAULTS = (
         BLOCKED + "causal.py",
         "(biases is None and self.of_bias.of_heads is None)",
         "biases is None",
+        RISING,
+    ),
+    Fault(
+        "keep far biases within exponents as they are",
+        BLOCKED + "causal.py",
+        "state.relabel(last_level(bias, state.level), ~how.apart)",
+        "state.relabel(torch.zeros_like(state.level), ~how.apart)",
+        RISING,
+    ),
+    Fault(
+        "lose what far exponents of rows are rounded by",
+        BLOCKED + "biases.py",
+        "return num * factor, den * factor, rounded",
+        "return num, den, rounded",
+        RISING,
+    ),
+    Fault(
+        "cut far heads' rows without their level",
+        BLOCKED + "causal.py",
+        "state.views()._replace(m=state.m)",
+        "state.views()",
+        RISING,
+    ),
+    Fault(
+        "cut far heads' keys by the biases of the call",
+        BLOCKED + "causal.py",
+        '"split ", within), value, m)',
+        '"split "), value, m)',
         RISING,
     ),
 )

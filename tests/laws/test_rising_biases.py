@@ -97,10 +97,15 @@ def test_keys_are_read_once_larger_ones_have_faded(
     assert_close([x[:, :, 200:] for x in found], [x[:, :, 200:] for x in expected])
 
 
+@pytest.mark.parametrize("growth", [1.0, 12.0])
 @pytest.mark.parametrize("feature_map", MAPS, ids=lambda x: type(x).__name__)
-def test_as_exact_far_along_a_text(feature_map: FeatureMap) -> None:
-    """Biases of 2^16 have steps of 2^-8 in float32; what they are beside each other is as exact as near 0."""
+def test_as_exact_far_along_a_text(feature_map: FeatureMap, growth: float) -> None:
+    """Biases of 2^16 have steps of 2^-8 in float32; what they are beside each other is as exact as near 0.
+
+    Where keys grow, exponents jump within a block, and biases are within them.
+    """
     query, key, value = tokens(1.0)
+    key[:, :2, 200:] *= growth
     if isinstance(feature_map, Exponential):
         key[:, :, 50] += 24 * WIDTH**0.5  # features e^24 times larger, to which exponents move
     inputs = [query, key, value, biases("every strength") + 2.0**16]

@@ -99,9 +99,12 @@ class Biases(NamedTuple):
         return (torch.unflatten(rows, 1, (-1, past.shape[2])) * past).view(rows.shape)
 
     def beside(self, num: Tensor, den: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows whose exponents have the biases again; None for 0."""
-        none = self.rows.new_zeros(()).expand(*self.rows.shape[:2], den.shape[1])
-        return num, den, self.references(none if reference is None else reference)
+        """Rows whose exponents have the biases again, what that rounds of them in the rows; None for 0."""
+        if reference is None:
+            return num, den, self.references(self.rows.new_zeros(()).expand(*self.rows.shape[:2], den.shape[1]))
+        rounded = self.references(reference)
+        factor = exponential_(reference - self.references(rounded, -1)).view_as(den)
+        return num * factor, den * factor, rounded
 
     def references(self, reference: Tensor, sign: int = 1) -> Tensor:
         """Exponents (B, H, G·n) of rows with, or (sign -1) without, the biases that they are relative to."""

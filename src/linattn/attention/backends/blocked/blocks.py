@@ -45,27 +45,27 @@ def coarse(exponent: Tensor) -> Tensor:
 class Running:
     """The sums while a fold runs, heads flattened: S (B·H, R, Dv), z (B·H, R), m (B, H, M); those given stay.
 
-    Their exponent is m and a level (B, H, 1), which all features share: 0 but where biases are kept apart.
+    Their exponent is m and a level (B, H, 1), which all features share: 0 but beside biases.
     """
 
     def __init__(self, before: Sums) -> None:
         self._before = before
         self.S, self.z, self.m = before.S.flatten(0, 1), before.z.flatten(0, 1), before.m
         self._owned, self.level = False, self.m.new_zeros(*self.m.shape[:2], 1)
-        self._lowered: Tensor | None = torch.ones_like(self.level, dtype=torch.bool)  # heads without a level
+        self._risen: Tensor | None = torch.ones_like(self.level, dtype=torch.bool)  # heads with biases within m
 
     def raise_level(self) -> None:
         """Keep a level apart in all heads, beside `coarse` exponents m."""
-        if self._lowered is not None:
-            top = coarse(self.m.amax(-1, keepdim=True)).masked_fill_(~self._lowered, 0)
-            self.m, self.level, self._lowered = self.m - top, self.level + top, None
+        if self._risen is not None:
+            top = coarse(self.m.amax(-1, keepdim=True)).masked_fill_(~self._risen, 0)
+            self.m, self.level, self._risen = self.m - top, self.level + top, None
             self.rescale(coarse(self.m))
 
-    def lower_level(self, heads: Tensor) -> None:
-        """Keep it within m in these heads (B, H)."""
-        self._lowered = heads.unsqueeze(-1)
-        self.m = self.m + self.level.masked_fill(~self._lowered, 0)
-        self.level = self.level.masked_fill(self._lowered, 0)
+    def relabel(self, level: Tensor, heads: Tensor) -> None:
+        """Keep this level apart in these heads (B, H), and the rest of what was apart within m."""
+        self._risen = heads.unsqueeze(-1)
+        level = torch.where(self._risen, level, self.level)
+        self.m, self.level = self.m + (self.level - level), level
 
     def fade(self, level: Tensor) -> None:
         """Go on to a level at or above the sums' own, at which they are worth less."""

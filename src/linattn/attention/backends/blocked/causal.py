@@ -26,7 +26,6 @@ from linattn.attention.backends.blocked.blocks import (
     add_product_,
     blocks,
     by_columns,
-    coarse,
     exponential_,
     num_blocks,
 )
@@ -52,7 +51,7 @@ class JointRows:
 
     def advance(self, block: slice, state: Running, loaded: Loaded) -> tuple[Tensor, Tensor, Tensor | None]:
         """Num (B·H, G·n, Dv), den (B·H, G·n, 1) and its exponent (B, H, G·n), None for 0; the block is folded in."""
-        space, (keys, c, safe, biases) = self.space, loaded
+        space, (keys, c, safe, biases, _) = self.space, loaded
         x, values, apart = features.query_rows(self.query, block, space), self.keys.values(block), None
         if self.sees_sums_alone(block):
             rows = features.read_queries(self.map, x, self.keys.base(state.m), space, partial(self._sums, state))
@@ -62,23 +61,20 @@ class JointRows:
         # First, since rescaling and the features write over the sums, queries and keys that the split rows need.
         if safe is not None:
             cut = self.cut(safe, x, keys, values, state.m)
-            apart = split_rows(cut, values.shape[2], state.views())
+            apart = split_rows(cut, values.shape[2], state.views()._replace(m=state.m))
         state.rescale(c)
         phi_k = keys.turned_relative_to(c)
-        if safe is not None and apart is not None and not bool(safe.any()):
-            self.fold_in(state, loaded, phi_k, values)
-            return apart[0].squeeze(0), apart[1].squeeze(0), apart[2].view(*safe.shape, -1)
-        sums = partial(self._sums, state, past=(phi_k.flatten(0, 1), values.flatten(0, 1)), biases=biases)
-        num, den, reference = features.read_queries(self.map, x, self.keys.base(c), space, sums)
+        if safe is None or apart is None or bool(safe.any()):
+            sums = partial(self._sums, state, past=(phi_k.flatten(0, 1), values.flatten(0, 1)), biases=biases)
+            num, den, reference = features.read_queries(self.map, x, self.keys.base(c), space, sums)
+            if safe is not None and apart is not None:
+                reference = den.new_zeros(*safe.shape, den.shape[1]) if reference is None else reference.clone()
+                for x, part in zip((num, den, reference.flatten(0, 1)), apart, strict=True):
+                    x[cut.heads] = part.squeeze(0)
+        else:
+            num, den, reference = apart[0].squeeze(0), apart[1].squeeze(0), apart[2].view(*safe.shape, -1)
         self.fold_in(state, loaded, phi_k, values)
-        if biases is not None:
-            num, den, reference = biases.beside(num, den, reference)
-        if safe is None or apart is None:
-            return num, den, reference
-        reference = den.new_zeros(*safe.shape, den.shape[1]) if reference is None else reference.clone()
-        for x, part in zip((num, den, reference.flatten(0, 1)), apart, strict=True):
-            x[cut.heads] = part.squeeze(0)
-        return num, den, reference
+        return (num, den, reference) if biases is None else biases.beside(num, den, reference)
 
     def load(self, block: slice, state: Running, x: Tensor | None = None, slot: str = "") -> Loaded:
         """A block's keys, with biases apart in all heads that allow it; the sums are made ready for them."""
@@ -94,20 +90,19 @@ class JointRows:
             c = keys.peak(state.m)
             return Loaded(keys, c, safe_heads(keys, self.keys.masked(block), self.span, state.m, c, _MAX_JUMP))
         state.raise_level()
-        keys = self.keys.features(block, state.m, x, slot, bias.new_zeros((), dtype=torch.bool))
-        peak = keys.peak(state.m)
-        c = peak if peak is state.m else coarse(peak)
+        keys = self.keys.features(block, state.m, x, slot, torch.zeros_like(bias))
+        c = keys.peak(state.m)
         how = ways(bias, state, c, self.span, partial(keys.least, c), _MAX_JUMP)
         if bool(how.apart.all()):
             return self._apart(Loaded(keys, c), bias, state, how)
-        within = ~how.apart
-        state.lower_level(within)
+        apart = how.apart.unsqueeze(-1)
+        state.relabel(last_level(bias, state.level), ~how.apart)
+        within = (bias - state.level).masked_fill_(apart, 0)
         keys = self.keys.features(block, state.m, x, slot, within)
-        peak = keys.peak(state.m)
-        c = torch.where(within.unsqueeze(-1), peak, coarse(peak))
+        c = keys.peak(state.m)
         safe = safe_heads(keys, self.keys.masked(block), self.span, state.m, c, _MAX_JUMP)
-        loaded = Loaded(keys, c, safe if safe is None else safe | how.apart)
-        return self._apart(loaded, bias.masked_fill(within.unsqueeze(-1), 0), state, how)
+        loaded = Loaded(keys, c, safe if safe is None else safe | how.apart, within=within)
+        return self._apart(loaded, torch.where(apart, bias, state.level), state, how)
 
     def _apart(self, loaded: Loaded, bias: Tensor, state: Running, how: Ways) -> Loaded:
         """Keys beside these biases; in joint heads the sums go to the block's last level first."""
@@ -208,8 +203,8 @@ class JointGradients(JointRows):
             pulled = self._pull_joint(visit, rows, value, grad_S, grad_z)
         else:
             # The segment's pass wrote the features over the exponents, which are wanted here.
-            m = visit.before.m
-            cut = self.cut(safe, x_q, self.keys.features(visit.block, m, visit.x, "split "), value, m)
+            m, within = visit.before.m, visit.loaded.within
+            cut = self.cut(safe, x_q, self.keys.features(visit.block, m, visit.x, "split ", within), value, m)
             # Each part writes over grad S and grad z.
             apart = self._pull_apart(visit, rows, value, grad_S.clone(), grad_z.clone(), cut)
             joint = self._pull_joint(visit, rows, value, grad_S, grad_z) if bool(safe.any()) else apart
@@ -226,7 +221,7 @@ class JointGradients(JointRows):
 
     def _pull_joint(self, visit: BlockState, rows: SavedRows, value: Tensor, grad_S: Tensor, grad_z: Tensor) -> Pulled:
         """A safe block reads the sums and its own keys relative to the same exponent."""
-        (_, c, _, biases), space, exponential = visit.loaded, self.space, self.map.exponential
+        (_, c, _, biases, _), space, exponential = visit.loaded, self.space, self.map.exponential
         before, decay = visit.before, None if c is visit.before.m else (visit.before.m - c).exp_()
         if decay is not None:
             S = torch.mul(before.S, decay.unsqueeze(-1), out=space.buffer("S", *before.S.shape))
@@ -287,7 +282,7 @@ class JointGradients(JointRows):
 
     def _of_keys(self, visit: BlockState, grad_phi_k: Tensor) -> KeyGradients:
         """The gradients of what the map returned for keys, and of biases apart from features."""
-        grad_phi_k, (keys, c, _, biases) = grad_phi_k.view(visit.phi_k.shape), visit.loaded
+        grad_phi_k, (keys, c, _, biases, _) = grad_phi_k.view(visit.phi_k.shape), visit.loaded
         gradients = keys.gradients(c, visit.phi_k, grad_phi_k)
         if self.map.exponential or (biases is None and self.of_bias.of_heads is None):
             return gradients
@@ -369,7 +364,7 @@ def _segment_states(fold: JointGradients | GroupedGradients, segment: list[slice
         x, v, m, level = fold.keys.tokens(block, f"{slot} "), fold.keys.values(block), state.m, state.level
         loaded = fold.load(block, state, x, f"{slot} " if fold.keeps_features else "")
         S, z = (fold.space.buffer(f"{slot} {i}", *y.shape).copy_(y) for i, y in enumerate(state.views()[:2]))
-        factor = None if loaded.biases is None else exponential_(m - state.m + (level - state.level))
+        factor = None if loaded.biases is None else exponential_((m - state.m + (level - state.level)).clamp_(max=0))
         m, phi_k = state.m, loaded.keys.turned_relative_to(loaded.c)
         visits.append(BlockState(block, Sums(S, z, m), x, loaded, phi_k, factor))
         if slot + 1 < len(segment):

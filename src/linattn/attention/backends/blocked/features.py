@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.blocked.blocks import RISE, Workspace, exponential_, is_seen, power_
+from linattn.attention.backends.blocked.blocks import RISE, Workspace, coarse, exponential_, is_seen, power_
 from linattn.attention.backends.blocked.records import Absorb, Causal, KeyGradients
 from linattn.attention.sums import lowest
 from linattn.feature_maps import FeatureMap, GroupedFeatureMap
@@ -110,10 +110,10 @@ class Base(NamedTuple):
         return exponent * LOG2_E + self.start.squeeze(-2)
 
     def moved(self, peak: Tensor, exceeds: Tensor | None) -> Tensor:
-        """The exponents after keys with these largest ones."""
+        """The exponents after keys with these largest ones, coarse where they move."""
         if exceeds is None:
             exceeds = peak - self.units(self.m) > RISE * LOG2_E
-        return torch.where(exceeds, (peak - self.start.squeeze(-2)) * (1 / LOG2_E), self.m)
+        return torch.where(exceeds, coarse((peak - self.start.squeeze(-2)) * (1 / LOG2_E)), self.m)
 
 
 class KeyBlocks:
@@ -152,15 +152,13 @@ class KeyBlocks:
         return self._space.rows("v", self._inputs.value[:, :, block], self.masked(block))
 
     def features(
-        self, block: slice, m: Tensor, x: Tensor | None = None, slot: str = "", within: Tensor | None = None
+        self, block: slice, m: Tensor, x: Tensor | None = None, slot: str = "", bias: Tensor | None = None
     ) -> Keys:
         """Their features times exp(bias), beside sums of exponents m; x are the keys, where they are loaded.
 
-        Biases may be `within` features of some heads only, (B, H) bool, of exponential maps.
+        Other biases (B, H, n) may stand in the place of the call's, of exponential maps.
         """
-        x, bias = self.tokens(block) if x is None else x, self.bias(block)
-        if within is not None and bias is not None:
-            bias = torch.where(within[..., None], bias, 0)
+        x, bias = self.tokens(block) if x is None else x, self.bias(block) if bias is None else bias
         out = self._space.buffer(f"{slot}keys", *x.shape[:-1], self._map.num_features)
         rise = None if bias is None else bias.unsqueeze(-1)
         if isinstance(self._map, GroupedFeatureMap):

@@ -177,6 +177,7 @@ class Loaded(NamedTuple):
     c: Tensor  # the exponent after it, (B, H, M)
     safe: Tensor | None = None  # (B, H) bool: heads whose rows share c; None for all
     biases: Biases | None = None  # those that are not within features
+    within: Tensor | None = None  # (B, H, n), those that are, where they are not the call's
 
 
 class BlockState(NamedTuple):
