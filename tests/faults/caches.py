@@ -256,20 +256,6 @@ FAULTS = (
         WRAPPED,
     ),
     Fault(
-        "let a decoder's queries choose among another text's keys together",
-        "hf/linearization.py",
-        "    if part.reads_another_text and (attention.window is not None or attention.merged is not None):\n",
-        "    if False:\n",
-        "tests/hf/test_linearization_refusals.py",
-    ),
-    Fault(
-        "let a decoder's queries move the map's centres",
-        "hf/linearization.py",
-        "    is_ordered = part.is_causal or part.reads_another_text or",
-        "    is_ordered = part.is_causal or",
-        "tests/hf/test_linearization_refusals.py",
-    ),
-    Fault(
         "let another function read the keys that a bounded layer handed on",
         "hf/_bounded_layers.py",
         "        if function in _SHOWN:",

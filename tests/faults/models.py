@@ -1,4 +1,4 @@
-"""Faults of linearized models."""
+"""Faults of linearized models, and of how they come about."""
 
 from __future__ import annotations
 
@@ -298,5 +298,19 @@ FAULTS = (
         "            return snapshot_download(name, local_files_only=True)\n",
         "            return name\n",
         "tests/hf/test_loading.py",
+    ),
+    Fault(
+        "let a decoder's queries choose among another text's keys together",
+        "hf/linearization.py",
+        "    if part.reads_another_text and (attention.window is not None or attention.merged is not None):\n",
+        "    if False:\n",
+        "tests/hf/test_linearization_refusals.py",
+    ),
+    Fault(
+        "let a decoder's queries move the map's centres",
+        "hf/linearization.py",
+        "    is_ordered = part.is_causal or part.reads_another_text or",
+        "    is_ordered = part.is_causal or",
+        "tests/hf/test_linearization_refusals.py",
     ),
 )
