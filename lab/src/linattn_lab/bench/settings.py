@@ -88,7 +88,7 @@ class Settings:
 
         Returns:
             The bound; None for a signed map, whose normaliser may cross zero and magnify any rounding, and for causal
-            keys in few bits, of which float64 rounds others.
+            keys in few bits, which float64 rounds otherwise.
         """
         merged = self.method.merged if self.is_causal else None
         in_few_bits = merged is not None and (merged.bits is not None or bool(merged.coded))

@@ -153,7 +153,7 @@ def _correctness(summary: BenchSummary) -> Point:
     if summary.header.error_bound is None:
         text = (
             f"{found}; there is no bound for weights of both signs, whose normaliser may come near zero, nor for keys "
-            "in few bits, of which float64 rounds others."
+            "in few bits, which float64 rounds otherwise."
         )
     else:
         text = f"{found} (relative error; the bound is {summary.header.error_bound:.1e})."
