@@ -116,7 +116,7 @@ QUESTIONS = {
     "standard input": f"{KV}|cli.html#linattn-generate",
     "how large is the state": "concepts/bytes.html#size-of-a-state",
     "nn.MultiheadAttention": f"{OWN}#you-use-torchs-transformer-layers",
-    "measure my model": f"evidence/audit.html#measure-your-model|{KV}#measure-it-on-your-model|cli.html#linattn-audit",
+    "measure my model": f"{KV}|{KV}#measure-it-on-your-model|evidence/audit.html#measure-your-model",
     "crash resume": "tutorials/train.html|cli.html#linattn-reproduce",
     "license": "index.html",
     "cite": "index.html",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -90,6 +91,8 @@ def _become(task: dict[str, Any]) -> None:
     """Be the program's process."""
     for stream, path in enumerate([os.devnull, *task["printed"]]):
         os.dup2(os.open(path, os.O_RDONLY if not stream else os.O_WRONLY | os.O_CREAT), stream)
+    # Also where a shell has started the tests in the background, with interrupts ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = task["words"]
     if task["warned"]:
         warnings.simplefilter(task["warned"])

@@ -31,7 +31,7 @@ def test_without_the_package_a_named_backend_says_what_to_install(
     """And "auto" runs plain torch."""
     monkeypatch.setitem(sys.modules, package, None)
     feature_map, token = build("FavorPlus"), tuple(x[:, :, :1] for x in qkv(dtype=torch.float32))
-    remedy = rf"pip install 'linattn\[{EXTENSIONS[package].extra}\]'"
+    remedy = rf"pip install -U 'linattn\[{EXTENSIONS[package].extra}\]', in a clone ./{EXTENSIONS[package].extra}"
     with pytest.raises(ValueError, match=rf"{package.replace('_', '-')} is not installed \({remedy}\)"):
         linattn.linear_attention_with_state(*token, feature_map, enable_gqa=True, backend=BACKENDS[package])
     if package == "linattn_compiled":
