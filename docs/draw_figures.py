@@ -71,7 +71,7 @@ def pictures(audit: dict[str, Any], memory: MemorySummary) -> dict[str, Figure]:
 
 
 def kl_against_bytes(memory: MemorySummary) -> Figure:
-    """Each method of an audit of a bounded KV cache by the bytes it keeps and its KL, at the longest text."""
+    """Each method of an audit of a bounded KV cache by bytes and KL, at the longest text, named at the largest budget."""
     length = max(line.num_tokens for line in memory.lines)
     axes = _axes("KV cache, MB", "KL from the full cache, nats")
     axes.set(xscale="log", yscale="log")
@@ -83,7 +83,7 @@ def kl_against_bytes(memory: MemorySummary) -> Figure:
         axes.plot(
             [_megabytes(x) for x in lines], [x.kl for x in lines], color=colour, linewidth=width, zorder=1, gid=CURVE
         )
-        labels = [name] + [""] * (len(lines) - 1)
+        labels = [""] * (len(lines) - 1) + [name]
         for line, words in zip(lines, labels, strict=True):
             points.append(Point(_megabytes(line), line.kl, words, colour, is_filled=line.unmerged < 1))
     baselines = memory.without_budget(length)
