@@ -20,12 +20,11 @@ from linattn.records.texts import Text
 from linattn_lab.circumstances import processor, versions
 from linattn_lab.kv_audit.facts import MOST_FACTS
 from linattn_lab.kv_audit.methods import DEFAULT_KINDS, KINDS, Bounded, Method, methods, written_form
-from linattn_lab.kv_audit.names import FACTS, FULL, PLANNED
+from linattn_lab.kv_audit.names import ENOUGH, FACTS, FULL, PLANNED
 from linattn_lab.kv_audit.passage_figures import MOST_MEASURED, NUM_WRITTEN, Passage, most_tokens
 from linattn_lab.kv_audit.passages import TokenText
 from linattn_lab.kv_audit.reading import read, write
 from linattn_lab.kv_audit.records import Key, MemoryHeader, MemoryRow, PassageRow, TaskRow, key_of
-from linattn_lab.kv_audit.ruler import ENOUGH
 from linattn_lab.kv_audit.tasks import TASKS, Tasks
 from linattn_lab.pace import SILENT, Watch
 from linattn_lab.rounds import Unit, in_rounds

@@ -1,4 +1,4 @@
-"""Names of methods and tasks that an audit of a bounded KV cache writes and a report reads."""
+"""Names of methods and tasks, and what counts as answered, for audits of a bounded KV cache and their reports."""
 
 from __future__ import annotations
 
@@ -10,3 +10,5 @@ NO_BUDGET = 0
 
 FACTS = "facts"
 """The task of facts told once, by depth."""
+ENOUGH = 0.9
+"""What the full cache has to score for a task to be measured."""

@@ -13,8 +13,6 @@ from itertools import accumulate
 from linattn_lab.kv_audit.methods import largest_size
 
 NEEDLE, MANY_NEEDLES, VARIABLES, COMMON, FREQUENT = "niah_single", "niah_multikey", "vt", "cwe", "fwe"
-ENOUGH = 0.9
-"""What the full cache has to score for a task to be measured."""
 
 _NOISE = "Rain fell on the hills. A cart went by. The bread was warm. Nobody spoke, and the evening came."
 _SYLLABLES = (

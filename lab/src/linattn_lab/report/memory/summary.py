@@ -10,9 +10,8 @@ from pathlib import Path
 from statistics import fmean, median
 
 from linattn_lab.kv_audit.intervals import Ratio, paired_ratio
-from linattn_lab.kv_audit.names import BOUNDED, FACTS, FULL, NO_BUDGET, UNIFORM, WINDOW
+from linattn_lab.kv_audit.names import BOUNDED, ENOUGH, FACTS, FULL, NO_BUDGET, UNIFORM, WINDOW
 from linattn_lab.kv_audit.records import MEMORY, MemoryHeader, MemoryRow, PassageRow, TaskRow
-from linattn_lab.kv_audit.ruler import ENOUGH
 from linattn_lab.report.memory.continuation import Continuation, continuations
 
 _BASELINES = (FULL, UNIFORM)
