@@ -71,7 +71,7 @@ def pictures(audit: dict[str, Any], memory: MemorySummary) -> dict[str, Figure]:
 
 
 def kl_against_bytes(memory: MemorySummary) -> Figure:
-    """Each method of an audit of a bounded KV cache by bytes and KL, at the longest text, named at the largest budget."""
+    """Methods of an audit of a bounded KV cache by bytes and KL, at the longest text, named at the largest budget."""
     length = max(line.num_tokens for line in memory.lines)
     axes = _axes("KV cache, MB", "KL from the full cache, nats")
     axes.set(xscale="log", yscale="log")
