@@ -292,7 +292,7 @@ FAULTS = (
         "convert/course.py",
         "build_maps(methods, self._layers",
         "build_maps(methods := methods[:1] * len(methods), self._layers",
-        "tests/hf/test_merged_keys.py",
+        "tests/convert/test_conversion.py",
     ),
     Fault(
         "take a text for the task that it is called as",
