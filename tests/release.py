@@ -43,6 +43,7 @@ _KERNELS = (
     "import torch, linattn; q = torch.ones(1, 2, 5, 4); "
     "linattn.linear_attention(q, q, q, linattn.feature_maps.FavorPlus(4, 8), backend='triton')"
 )
+_KERNELS_SAID = "pip install -U 'linattn[gpu]'"
 _STEPS = (
     "import torch, linattn; q = torch.ones(1, 2, 1, 4); favor = linattn.feature_maps.FavorPlus(4, 8); "
     "out = linattn.linear_attention_with_state(q, q, q, favor, backend='compiled').out; "
@@ -155,7 +156,7 @@ def wrong_in(python: str, folder: Path) -> Iterator[str]:
             (["-c", _COMPUTES], 0, place),
             (["-m", "linattn", "--version"], 1, "pip install 'linattn[cli]'"),
             (["-c", "import linattn.hf"], 1, "pip install 'linattn[hf]'"),
-            (["-c", _KERNELS], 1, "pip install 'linattn[gpu]'"),
+            (["-c", _KERNELS], 1, _KERNELS_SAID),
         ):
             yield from _wrong_end([inside, *words], status, said, place)
         _run([*install, *map(str, folder.glob("linattn_compiled-*.whl"))])

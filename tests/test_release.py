@@ -78,13 +78,30 @@ def test_a_file_too_many_and_one_too_few_are_told_and_the_size(release, built, t
     assert "wanted at most 1,000: MISSED" in release.size_words(wheel)
 
 
-def test_the_wheel_computes_without_its_sources(release: ModuleType, built: Path, tmp_path: Path) -> None:
-    """Unpacked into a folder of its own, beside a torch that is installed."""
+@pytest.fixture(scope="module")
+def run(release: ModuleType, built: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Run lines of Python with the wheel, unpacked into a folder of its own, beside a torch that is installed."""
+    folder = tmp_path_factory.mktemp("unpacked")
     with zipfile.ZipFile(release.wheel_in(built)) as archive:
-        archive.extractall(tmp_path)
-    script = (
-        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(Path(torch.__file__).parents[1])!r}]; {release._COMPUTES}"
-    )
-    ended = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=False)
+        archive.extractall(folder)
+    found = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(Path(torch.__file__).parents[1])!r}]; "
+
+    def run(lines: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-I", "-c", found + lines]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def test_the_wheel_computes_without_its_sources(release: ModuleType, run) -> None:
+    ended = run(release._COMPUTES)
     assert ended.returncode == 0, ended.stderr
-    assert str(tmp_path) in ended.stdout
+    assert "unpacked" in ended.stdout
+
+
+def test_the_wheel_says_what_its_kernels_for_gpus_need(release: ModuleType, run) -> None:
+    """In the words that a release is held to."""
+    hidden = "sys.modules['linattn_triton'] = None; "
+    ended = run(hidden + release._KERNELS)
+    assert ended.returncode == 1
+    assert release._KERNELS_SAID in ended.stderr
