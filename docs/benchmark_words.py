@@ -32,6 +32,7 @@ HEADINGS = {
     "faster_than_performer_pytorch": "Speed beside performer-pytorch",
     "faster_than_linear_attention_transformer": "Speed beside linear-attention-transformer",
     "windows_cost_little": "Cost of a window beside a map",
+    "large_tokens_cost_little": "Cost of large tokens and of gates",
     "expansions_run_near_the_ceiling": "Speed and memory of expansions",
     "expansions_survive_a_real_encoder": "Error of expansions in an encoder",
     "error_over_length": "Error by context length",

@@ -23,6 +23,10 @@ FAMILIES = {
     "gpt2": ("GPT2LMHeadModel", {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}),
     "bert": ("BertForMaskedLM", SIZES),
     "roberta": ("RobertaForMaskedLM", SIZES),
+    "opt": (
+        "OPTForCausalLM",
+        {**SIZES, "word_embed_proj_dim": 16, "ffn_dim": 24, "max_position_embeddings": 64, "init_std": 0.5},
+    ),
     "mistral": ("MistralForCausalLM", {**SIZES, "num_key_value_heads": 1, "sliding_window": 8}),
 }
 
@@ -109,7 +113,8 @@ def _forget_accelerators() -> None:
 
 def refused(mesh: DeviceMesh, fault: str) -> str:
     """What is said of a model, or of a call, that cannot be split."""
-    family = {"positions": "roberta", "merged": "roberta", "window": "mistral"}.get(fault, "llama")
+    families = {"positions": "roberta", "merged": "roberta", "window": "mistral", "shown tokens": "opt"}
+    family = families.get(fault, "llama")
     methods = {"window": None, "merged": "merged 4 + window 2", "softmax": None}
     method = methods.get(fault, "FavorPlus(num_features=8)")
     options: dict[str, Any] = {"use_cache": fault == "cache"}
@@ -117,6 +122,8 @@ def refused(mesh: DeviceMesh, fault: str) -> str:
         options["labels"] = torch.ones(2, 4, dtype=torch.long)
     if family == "roberta":
         options = {}
+    if fault == "shown tokens":
+        options["attention_mask"] = torch.ones(2, 4, dtype=torch.long)
     try:
         built = model(family, method)
         if fault == "window":
@@ -125,6 +132,9 @@ def refused(mesh: DeviceMesh, fault: str) -> str:
         if fault == "cache":
             options["past_key_values"] = StateCache(built)
         with context_parallel(built, mesh):
+            if fault == "block":
+                with context_parallel(built, mesh):
+                    pass
             built(whole_text(family)["input_ids"][:, :4], **options)
     except (TypeError, ValueError) as error:
         return str(error)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from architectures import ARCHITECTURES
 from linattn.convert import ConvertConfig, convert_, course
 from linattn.convert.distilling import adapted
 from linattn.hf import is_linearized, linearize_, restore_
@@ -122,3 +123,17 @@ def test_a_model_of_which_nothing_learns(build, batches, ticking):
     learned = "LearnedExponential(num_features=4)"
     for changes in ({"minutes": 0}, {"distil": False}, {"adapter_rank": 2}, {"feature_map": learned}):
         convert_(build("bert").requires_grad_(False), batches, replace(plain, **changes))
+
+
+def test_routers_of_experts_are_left_as_they_are(batches, ticking):
+    """They are no projections that an adapter takes."""
+    torch.manual_seed(0)
+    model = ARCHITECTURES["Mixtral"].build().eval()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    found = convert_(model, batches, CONFIG)
+    assert found.trainings[-1].name == "distillation"
+    restore_(model)
+    after = model.state_dict()
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert any("q_proj" in name for name in changed)
+    assert not any("gate.weight" in name for name in changed)

@@ -10,6 +10,13 @@ RISING = "tests/laws/test_rising_biases.py"
 
 FAULTS = (
     Fault(
+        "raise rows that see no key to the exponent of their query",
+        BLOCKED + "biases.py",
+        ".clamp_(-60, 60)).view_as",
+        ").view_as",
+        RISING,
+    ),
+    Fault(
         "forget that keys without a bias stand beside biased ones",
         BLOCKED + "features.py",
         "return self.linear if bool((c == 0).all()) else self.linear * exponential_(-c).unsqueeze(-2)",

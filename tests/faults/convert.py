@@ -6,6 +6,13 @@ from faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "adapt the routers of experts",
+        "convert/distilling.py",
+        "or weight is None or not is_product:",
+        "or weight is None or weight.ndim != 2:",
+        "tests/convert/test_adapting.py",
+    ),
+    Fault(
         "take layers for those of other methods by their order",
         "convert/course.py",
         "layers and tuple(sorted(layers))",

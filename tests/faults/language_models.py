@@ -4,7 +4,62 @@ from __future__ import annotations
 
 from faults.fault import Fault
 
+AGAIN = "tests/hf/test_text_given_again.py"
+REFUSALS = "tests/hf/test_bounded_cache_refusals.py"
+THREADS = "tests/hf/test_threads.py"
+WRAPPED = "tests/hf/test_wrapped_models.py"
+
 FAULTS = (
+    Fault(
+        "take a text in again that a cache holds whole",
+        "hf/_cache_layers.py",
+        "surely_all(positions[..., 0] <= self._last)",
+        "self.num_tokens < count and surely_all(positions[..., 0] == 0)",
+        AGAIN,
+    ),
+    Fault(
+        "take padding that fills whole chunks for a text",
+        "hf/_calls.py",
+        "    if not isinstance(mask, Tensor) or mask.ndim != 2 or bool(mask[:, :num_held].any()):\n        raise",
+        "    if True:\n        raise",
+        AGAIN,
+    ),
+    Fault(
+        "ask no model for positions that its layers are not told",
+        "hf/bounded_cache.py",
+        "or not all(layer.is_numbered for layer in bounded)",
+        "",
+        AGAIN,
+    ),
+    Fault(
+        "leave recurrent layers ahead of those that forget tokens",
+        "hf/_cache_layers.py",
+        "if tokens_to_remove and isinstance(layer, LinearAttentionCacheLayerMixin) and not layer.is_croppable:",
+        "if False:",
+        AGAIN,
+    ),
+    Fault(
+        "take a bounded cache's function out of a model that is refused",
+        "hf/_attention_modules.py",
+        "        restore(former)\n        raise\n\n\ndef former_of",
+        "        raise\n\n\ndef former_of",
+        REFUSALS,
+    ),
+    Fault(
+        "say that a class looks nothing up before its source is read",
+        "hf/_attention_modules.py",
+        "found = None  # stored",
+        "_LOOKUPS[kind] = found = None  # stored",
+        THREADS,
+    ),
+    Fault(
+        "lose what hides a model's own keys",
+        "hf/_calls.py",
+        "if num_keys > length + kv_offset:",
+        "if False:",
+        "tests/hf/test_probed_models.py",
+    ),
+    Fault("save a wrapper as a model", "hf/saving.py", "    model = unwrapped(model)\n", "", WRAPPED),
     Fault(
         "go on with a language model's text in other rows",
         "hf/state_cache.py",

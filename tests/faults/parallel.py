@@ -10,6 +10,20 @@ AGREEMENT, PARTS, COLLECTIVES, MODELS = (f"tests/parallel/test_{name}.py" for na
 
 FAULTS = (
     Fault(
+        "number a part's tokens by place where a mask numbers them",
+        "hf/context_parallel.py",
+        'counts[arguments.get("attention_mask") is not None]',
+        "counts[0]",
+        "tests/hf/test_context_parallel.py",
+    ),
+    Fault(
+        "let a block within a block end it",
+        "hf/context_parallel.py",
+        "if any(layer.attend_to_parts is not None for layer in layers):",
+        "if False:",
+        "tests/hf/test_context_parallel.py",
+    ),
+    Fault(
         "take tokens that were dealt out from both ends for consecutive ones",
         "parallel/ranks.py",
         "at_work._cp_options.enable_load_balance:",

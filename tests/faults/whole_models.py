@@ -277,8 +277,8 @@ FAULTS = (
     Fault(
         "leave a linearized model's mark to the softmax that is bounded",
         "hf/_attention_modules.py",
-        "            vars(config).pop(_LINEARIZED, None)\n\n\ndef take_out",
-        "\n\ndef take_out",
+        "            vars(config).pop(_LINEARIZED, None)\n\n\n@contextmanager\ndef taken_out",
+        "\n\n@contextmanager\ndef taken_out",
         FOREIGN,
     ),
     Fault(

@@ -28,10 +28,12 @@ class Part(NamedTuple):
     Attributes:
         weigher: the kernel.
         visible: which of them each query sees, broadcasting to (B, Hkv, G, N, M).
+        bias: what their exponents are raised by, broadcasting likewise.
     """
 
     weigher: Weigher
     visible: Tensor
+    bias: Tensor | None = None
 
 
 class Rows(NamedTuple):
@@ -55,7 +57,7 @@ def attend(parts: Sequence[Part], query: Tensor, key: Tensor, value: Tensor, *, 
     heads = key.shape[1]
     grouped = query.unflatten(1, (heads, -1))
     full = torch.zeros(*grouped.shape[:4], key.shape[2], dtype=torch.bool)
-    found = [(part.weigher.weigh(grouped, key, part.visible, noise), part.visible | full) for part in parts]
+    found = [(part.weigher.weigh(grouped, key, part.visible, noise, part.bias), part.visible | full) for part in parts]
     logs = [torch.where(seen, w.exponent + w.row_exponent, -torch.inf) for w, seen in found]
     # A part whose coefficients are 0 must not hide another one.
     sizes = [x.detach() + torch.log(w.coefficient.detach().abs()) for x, (w, _) in zip(logs, found, strict=True)]

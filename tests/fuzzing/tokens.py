@@ -114,6 +114,22 @@ def draw_mask(dice: Dice, batch: int, length: int, *, share: float = 0.5) -> Ten
     return mask
 
 
+def draw_bias(dice: Dice, batch: int, heads: int, length: int) -> Tensor:
+    """A key bias (B, H or 1, Lk): 0, a distance's, gates that close, or numbers alike from tiny to large."""
+    x = dice.normal(batch, dice.pick(1, heads), length)
+    kind = dice.weighted({"zero": 0.5, "any": 3.0, "falling": 1.0, "rising": 2.0, "level": 1.0})
+    if kind == "zero":
+        return x * 0
+    if kind == "any":
+        return x * dice.pick(1e-3, 1.0, 5.0)
+    if kind == "level":
+        return x + dice.pick(-300.0, 300.0)
+    steps = x.abs() * dice.pick(0.1, 1.0)
+    # No key is further than this below another: products with features that no other key has are lost there.
+    rising = steps.cumsum(-1).clamp(max=40.0)
+    return rising if kind == "rising" else -rising
+
+
 def fill_masked(dice: Dice, x: Tensor, mask: Tensor | None) -> Tensor:
     """Tokens (B, Hkv, L, ·) with anything at all where they are masked."""
     filling = dice.pick(None, float("nan"), float("inf"), -float("inf"), 1e4)

@@ -80,15 +80,28 @@ class Weigher(NamedTuple):
         has_weights = not decisive.exponential and decisive.query_log_weight(key[:, :, :0]) is not None
         return query if follows_means or has_weights else used(query), key if follows_means else used(key)
 
-    def weigh(self, query: Tensor, key: Tensor, visible: Tensor, noise: Noise | None = None) -> Weights:
-        """Weights of queries (B, H, G, N, D) and keys (B, H, M, D); `visible` matters to linear maps alone."""
+    def weigh(
+        self, query: Tensor, key: Tensor, visible: Tensor, noise: Noise | None = None, bias: Tensor | None = None
+    ) -> Weights:
+        """Weights of queries (B, H, G, N, D) and keys (B, H, M, D); `visible` matters to linear maps alone.
+
+        A bias (B, H or 1, 1, 1, M) raises the keys' exponents; where it is -inf, no key is visible.
+        """
+        bias = None if bias is None else torch.where(bias > -torch.inf, bias, 0)
+        if isinstance(self.map, Expansion):
+            return self._weigh(query, key, visible, noise, bias)
+        found = self._weigh(query, key, visible, noise, None)
+        return found if bias is None else _raised(found, bias, self.rounding, noise)
+
+    def _weigh(self, query: Tensor, key: Tensor, visible: Tensor, noise: Noise | None, bias: Tensor | None) -> Weights:
+        """Weights, which of all maps an expansion alone cannot give without the bias."""
         if noise is not None:
             query, key = (x * (1 + noise(x, 8 * unit(self.rounding))) for x in (query, key))
         query, key = self.uses(query, key)
         if self.map is None:
             return _softmax(query, key, self.scale, self.rounding, noise)
         if isinstance(self.map, Expansion):
-            return _expansion(self.map, query, key, visible, self.rounding, noise)
+            return _expansion(self.map, query, key, visible, self.rounding, noise, bias)
         if self.map.exponential:
             return _exponential(self.map, query, key, self.rounding, noise)
         return _linear(self.map, query, key, visible, self.rounding, noise)
@@ -241,8 +254,23 @@ def _off(function: Callable[[Tensor], Tensor | None], x: Tensor) -> Tensor:
         return _heads(_of_tokens(function, low).double() - _of_tokens(function, low.double()))
 
 
+def _raised(weights: Weights, bias: Tensor, rounding: torch.dtype, noise: Noise | None) -> Weights:
+    """Weights times exp(bias), which is rounded with what it is added to."""
+    off = 6 * unit(rounding) * _heads(bias)
+    exponent = weights.exponent + bias
+    if noise is not None:
+        exponent = exponent + noise(exponent, off, _MOST)
+    return weights._replace(exponent=exponent, error=weights.error + off * weights.coefficient.detach().abs())
+
+
 def _expansion(
-    feature_map: Expansion, query: Tensor, key: Tensor, visible: Tensor, rounding: torch.dtype, noise: Noise | None
+    feature_map: Expansion,
+    query: Tensor,
+    key: Tensor,
+    visible: Tensor,
+    rounding: torch.dtype,
+    noise: Noise | None,
+    bias: Tensor | None,
 ) -> Weights:
     """p_j·w_j around the query's nearest centre, from the definition: the mean key is that of the visible keys."""
     shape, scale = (query.shape[0], query.shape[1]), feature_map.scale
@@ -271,6 +299,9 @@ def _expansion(
         most = (1 + _heads(delta.abs() @ far.mT.unsqueeze(2))) ** feature_map.order
         keys = keys + noise(keys, relative * most * far.unsqueeze(2))
     logits = scale * centre @ keys.mT
+    if bias is not None:
+        logits = logits + bias
+        relative = relative + 16 * unit(rounding) * _heads(bias)
     seen = torch.where(visible, logits, -torch.inf)
     p = torch.exp(
         seen - _finite(seen.detach().amax(-1, keepdim=True) if seen.shape[-1] else seen.sum(-1, keepdim=True))

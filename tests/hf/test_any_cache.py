@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -90,27 +89,6 @@ def test_guessed_tokens_leave_the_greedy_text(method: str, given: bool) -> None:
     ):
         cache = {"past_key_values": new_cache(model)} if given else {}
         assert torch.equal(model.generate(ids, **GREEDY, **options, **cache), made), options
-
-
-@pytest.mark.parametrize("way", ["use_cache", "prompt_lookup_num_tokens", "assistant_model"])
-@pytest.mark.parametrize("kind", ["states", "bounded", "beside windows"])
-def test_a_text_that_is_given_again_is_not_taken_in_twice(language_model, kind: str, way: str) -> None:
-    """By generate, to a cache that holds a part of it; what was held goes on as the whole text."""
-    model: Any = language_model("gemma3") if kind == "beside windows" else llama(MAP)
-    if kind == "bounded":
-        restore_(model)
-
-    def empty() -> Any:
-        return new_cache(model) if kind == "states" else BoundedCache(model, config=MergedKV(4, 8, bits=None))
-
-    options = {way: {"use_cache": False, "prompt_lookup_num_tokens": 3, "assistant_model": deepcopy(model)}[way]}
-    ids, cache = IDS[:1, :6].repeat(1, 3) % 64, empty()
-    ids = torch.cat((model.generate(ids, **GREEDY, past_key_values=cache), ids), 1)
-    held = cache.get_seq_length()
-    with pytest.raises(ValueError, match=r"from position 0 on, and the cache holds \d+: generate gives the whole"):
-        model.generate(ids, **GREEDY, **options, past_key_values=cache.fork())
-    last, whole = model(ids[:, held:], past_key_values=cache).logits, model(ids, past_key_values=empty()).logits
-    torch.testing.assert_close(last, whole[:, held:], rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["bounded", "states"])

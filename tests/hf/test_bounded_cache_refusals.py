@@ -11,7 +11,7 @@ from torch import nn
 from transformers import MiniMaxConfig, MiniMaxForCausalLM, UnlimitedOcrTextConfig, UnlimitedOcrTextModel
 
 from linattn import MergedKV
-from linattn.hf import BoundedCache, LinearLMConfig, LinearLMForCausalLM, intercept, linearize_
+from linattn.hf import BoundedCache, LinearLMConfig, LinearLMForCausalLM, intercept, linearize_, restore_
 from linattn.hf._dispatch import attend
 from linattn.kv_cache.layer_plans import MemoryPlan, write_memory_plans
 from model_inputs import LANGUAGE_HEADS
@@ -244,3 +244,21 @@ def test_eager_attention_that_asks_for_its_own_name(build, enter):
     assert torch.equal(model(IDS).logits, before)
     model.set_attn_implementation("sdpa")
     enter(model)
+
+
+@pytest.mark.parametrize("former", ["eager", "sdpa"])
+def test_a_linearization_that_is_refused_leaves_caches_and_the_former_attention(build, former):
+    model = build("llama", head=LANGUAGE_HEADS["llama"])
+    model.set_attn_implementation(former)
+    cache = BoundedCache(model, config=FEW)
+    wanted = model(IDS[:, :7]).logits
+    model(IDS[:, :5], past_key_values=cache)
+    held = cache.fork()
+    with pytest.raises(ValueError, match="calibrate=batches fits it"):
+        linearize_(model, "Expansion(num_centres=4)")
+    assert torch.equal(model(IDS[:, :7]).logits, wanted)
+    model(IDS[:, 5:7], past_key_values=held)
+    assert held.get_seq_length() == 7
+    linearize_(model, "EluPlusOne")
+    restore_(model)
+    assert model.config._attn_implementation == former

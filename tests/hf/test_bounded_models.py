@@ -171,7 +171,7 @@ def test_an_encoder_decoder_that_is_given_its_text_again_is_refused(name, way):
     for _ in range(2):
         own = StateCache(model) if way == "linearized" else BoundedCache(model, config=ENOUGH)
         pair = EncoderDecoderStates(own, DynamicCache())
-        with pytest.raises(ValueError, match="the whole text again for each token; pass use_cache=True"):
+        with pytest.raises(ValueError, match=r"the whole text again with use_cache=False \(pass use_cache=True"):
             model.generate(input_ids=ids, past_key_values=pair, use_cache=False, **GREEDY)
         assert pair.get_seq_length() == 0
     assert torch.equal(model.generate(input_ids=ids, past_key_values=pair, **GREEDY), wanted)

@@ -13,7 +13,7 @@ BOUND = 1e-11
 WINDOWED, PLAIN = "FavorPlus(num_features=8) + window 4", "FavorPlus(num_features=8)"
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "opt"])
 def test_parts_of_a_text(on_ranks, family):
     for method, lengths, is_equal in ((WINDOWED, (13, 7), False), (PLAIN, (10, 10), True)):
         for found in on_ranks(2, transformer_errors, family, method, lengths, equal_lengths=is_equal):
@@ -39,6 +39,8 @@ def test_positions_that_are_given_are_taken(on_ranks):
         ("merged", "which keys are merged is decided over all of a sequence"),
         ("labels", "shift them before the text is split"),
         ("positions", "pass position_ids of the whole text"),
+        ("shown tokens", "pass position_ids of the whole text"),
+        ("block", "is given parts of texts already; leave that block first"),
         ("cache", "pass use_cache=False"),
     ],
 )

@@ -13,6 +13,7 @@ from transformers import (
     DeepseekV4ForCausalLM,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -65,18 +66,44 @@ def test_modules_that_a_pass_exchanges_are_as_they_were() -> None:
     assert dict(model.named_modules()) == modules
 
 
-@pytest.mark.parametrize("way", [lambda model: linearize_(model, METHOD), lambda model: BoundedCache(model, 64)])
-def test_a_model_that_reads_tensors_of_masks_alone_is_refused_as_it_was(way: Callable[[Any], Any]) -> None:
-    """DeepSeek V4 adds which blocks are seen to a mask that is a tensor, and takes any other for none."""
+def deepseek() -> DeepseekV4ForCausalLM:
+    """A model that adds which blocks are seen to a mask that is a tensor, and takes any other for none."""
     sizes = {"q_lora_rank": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     kinds = ["heavily_compressed_attention", "compressed_sparse_attention"]
     index = {"index_head_dim": 8, "index_n_heads": 2, "index_topk": 4, "qk_rope_head_dim": 4}
     options = {**DECODER, **sizes, **index, "layer_types": kinds, "sliding_window": 8, "partial_rotary_factor": 0.5}
-    model = drawn(DeepseekV4ForCausalLM, DeepseekV4Config(**options))
+    return drawn(DeepseekV4ForCausalLM, DeepseekV4Config(**options))
+
+
+@pytest.mark.parametrize("way", [lambda model: linearize_(model, METHOD), lambda model: BoundedCache(model, 64)])
+def test_a_model_that_reads_tensors_of_masks_alone_is_refused_as_it_was(way: Callable[[Any], Any]) -> None:
+    model = deepseek()
     wanted = run(model, {"input_ids": IDS})
-    with pytest.raises(ValueError, match=r"no layer of DeepseekV4ForCausalLM can be replaced: .*its output is another"):
+    with pytest.raises(ValueError, match=r"no layer of DeepseekV4ForCausalLM can be replaced: .*adds \d+ keys"):
         way(model)
     assert torch.equal(run(model, {"input_ids": IDS}), wanted)
+
+
+def test_a_model_that_adds_keys_is_refused_where_no_probe_saw_it() -> None:
+    """Given its implementation by name, which asks for masks when a layer reads them."""
+    model = deepseek()
+    model.set_attn_implementation("linattn")
+    with pytest.raises(ValueError, match=r"adds \d+ keys to those of its tokens.*set_attn_implementation\('eager'\)"):
+        run(model, {"input_ids": IDS})
+
+
+def test_a_model_that_takes_a_mask_that_is_no_tensor_for_none_is_refused() -> None:
+    """Its output is another one as soon as linattn's attention asks for masks."""
+    model = drawn(LlamaForCausalLM, LlamaConfig(**DECODER))
+
+    def scaled(module: Any, args: Any, options: Any) -> Any:
+        """Twice the states where the mask is no tensor."""
+        is_read = options["attention_mask"] is None or isinstance(options["attention_mask"], torch.Tensor)
+        return (args if is_read else (2 * args[0],)), options
+
+    model.model.layers[1].register_forward_pre_hook(scaled, with_kwargs=True)
+    with pytest.raises(ValueError, match=r"no layer of LlamaForCausalLM can be replaced: .*its output is another one"):
+        linearize_(model, method=METHOD)
 
 
 def test_a_model_that_draws_what_it_sees_is_probed() -> None:

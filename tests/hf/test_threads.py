@@ -13,7 +13,15 @@ import torch
 from transformers import PreTrainedModel
 
 from bounded_texts import ENOUGH, FEW, IDS, logits
-from linattn.hf import BoundedCache, LinearLMConfig, LinearLMForCausalLM, _choosing, capture, intercept
+from linattn.hf import (
+    BoundedCache,
+    LinearLMConfig,
+    LinearLMForCausalLM,
+    _attention_modules,
+    _choosing,
+    capture,
+    intercept,
+)
 from linattn.hf.interception import answering
 from linattn.hf.linearization import choose_layers
 
@@ -230,3 +238,24 @@ def test_states_are_those_of_this_thread_alone() -> None:
     hook = made.model.blocks[0].mlp_norm.register_forward_pre_hook(meanwhile)
     states = made(IDS, output_hidden_states=True).hidden_states
     assert all(torch.equal(x, y) for x, y in zip(states, wanted, strict=True))
+
+
+def test_a_class_is_looked_up_by_several_threads_at_once(monkeypatch, language_model):
+    """While the first of them reads its source, none is told that it looks no attention function up."""
+    model, found, source = language_model("llama"), [], _attention_modules._source
+    kind = type(model.model.layers[0].self_attn)
+    wanted = [part.name for part in _attention_modules.attention_modules(model)]
+    with ThreadPoolExecutor(1) as pool:
+
+        def read(function: Any) -> str:
+            """The source, for which another thread asks meanwhile."""
+            if not found:
+                found.append(None)
+                found[0] = pool.submit(lambda: [part.name for part in _attention_modules.attention_modules(model)])
+                wait(found, LONG)
+            return source(function)
+
+        monkeypatch.delitem(_attention_modules._LOOKUPS, kind)
+        monkeypatch.setattr(_attention_modules, "_source", read)
+        assert [part.name for part in _attention_modules.attention_modules(model)] == wanted
+        assert found[0].result(LONG) == wanted

@@ -340,3 +340,16 @@ def test_adapters_of_a_map_are_those_that_attend() -> None:
     copies = {name: x for name, x in wrapped.named_parameters() if "modules_to_save" in name}
     assert len(copies) >= 4
     assert all(x.grad is not None and bool(x.grad.any()) for x in copies.values())
+
+
+def test_a_wrapper_is_saved_as_the_model_within_or_refused_in_words(tmp_path: Path) -> None:
+    model = llama()
+    compiled = torch.compile(model, backend="eager")
+    linearize_(compiled, method=METHODS[0])
+    save_pretrained(compiled, tmp_path / "compiled")
+    assert torch.equal(from_pretrained(tmp_path / "compiled")(IDS).logits, model(IDS).logits)
+    wrapper = adapted(llama())
+    linearize_(wrapper, method=METHODS[0])
+    with pytest.raises(ValueError, match="merge adapters into it first"):
+        save_pretrained(wrapper, tmp_path / "adapted")
+    assert [path.name for path in tmp_path.iterdir()] == ["compiled"]

@@ -81,6 +81,33 @@ def test_as_exact_as_in_float64(feature_map: FeatureMap, kind: str, size: float,
     assert_close(found, expected)
 
 
+@pytest.mark.parametrize("size", [1.0, 30.0, 300.0])
+@pytest.mark.parametrize("feature_map", MAPS, ids=lambda x: type(x).__name__)
+def test_rows_that_see_no_key_are_0_and_have_no_gradient_however_large(feature_map: FeatureMap, size: float) -> None:
+    """As queries of padding on the left are; nor do they change what others get."""
+    inputs, found = [*tokens(1.0), biases("masked")], []
+    for factor in (1.0, size):
+        query = inputs[0].clone()
+        query[:, :, :5] *= factor
+        found.append(followed([query, *inputs[1:]], feature_map, "blocked", (LENGTH,)))
+    assert not found[1][0][:, :, :5].any()
+    assert not found[1][1][:, :, :5].any()
+    assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("constant", [-1e10, -1e30])
+@pytest.mark.parametrize("feature_map", MAPS, ids=lambda x: type(x).__name__)
+def test_a_vast_constant_that_hides_every_key_hides_none(feature_map: FeatureMap, constant: float) -> None:
+    """As a mask of large numbers does where a text is padding alone."""
+    query, key, value = tokens(1.0)
+    query[:, :, ::7] *= 40.0
+    bias = torch.full((1, 4, LENGTH), constant)
+    plain, biased = (
+        linattn.linear_attention(query, key, value, feature_map, key_bias=x, is_causal=True) for x in (0 * bias, bias)
+    )
+    assert_close([biased], [plain])
+
+
 @pytest.mark.parametrize("place", [3, 64, 100])
 @pytest.mark.parametrize("feature_map", [x for x in MAPS if x.exponential], ids=lambda x: type(x).__name__)
 def test_keys_are_read_once_larger_ones_have_faded(

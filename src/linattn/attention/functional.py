@@ -54,7 +54,7 @@ def linear_attention(
         key_mask: (B, Lk) bool, True = attend. A masked key contributes nothing, whatever it holds, NaN and inf
             included, forward and backward. A query whose every key is masked gets 0.
         key_bias: (B, Hkv or 1, Lk), floating: b, the logarithm of a factor on each key's weight, near keys included;
-            -inf is a masked key, whatever it holds. A constant added to all of a head's changes no output.
+            -inf, or less than -8e37, is a masked key, whatever it holds. A constant added to all changes no output.
             Differentiable.
         is_causal: query i sees keys j ≤ i + Lk - Lq: aligned bottom-right, as decoding needs. SDPA's flag aligns
             top-left, which differs when Lq ≠ Lk.

@@ -98,6 +98,10 @@ class Course:
         # Checked once, that what is recorded explains the model.
         first = to_device(self._samples.calibration[0], teacher.device)
         calls = {call.module_name: call for call in capture(teacher, first).calls}
+        if absent := [layer.module_name for layer in self._layers if layer.module_name not in calls]:
+            raise ValueError(
+                f"texts are longer than the sliding window of {', '.join(absent)}; give shorter ones, or other layers"
+            )
         maps, fitted, linearization = self._linearize(calls)
         self._train(maps, fitted)
         stage_name = self._keep_the_best()

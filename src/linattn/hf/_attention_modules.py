@@ -5,6 +5,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -120,15 +121,16 @@ _LOOKUPS: dict[type, tuple[Any, Any] | None] = {}
 def _lookup(kind: type) -> tuple[Any, Any] | None:
     """Functions by name and an eager one that a class looks its attention up in; None if it looks none up."""
     if kind not in _LOOKUPS:
-        _LOOKUPS[kind] = None
+        found = None  # stored at the end: another thread may read it as soon as it is there
         # Families share no base class that would say so; of several forward passes one may call the next.
         for forward in (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)):
             if ".get_interface(" in _source(forward):
-                _LOOKUPS[kind] = _PLAIN
+                found = _PLAIN
                 if names := _LOOKUP.search(_source(forward)):
                     scope = inspect.unwrap(forward).__globals__
-                    _LOOKUPS[kind] = scope[names[1]], scope[names[2]]
+                    found = scope[names[1]], scope[names[2]]
                     break
+        _LOOKUPS[kind] = found
     return _LOOKUPS[kind]
 
 
@@ -159,14 +161,21 @@ def put_before(model: PreTrainedModel, name: str) -> None:
             vars(config).pop(_LINEARIZED, None)
 
 
-def take_out(model: PreTrainedModel, name: str) -> None:
-    """Undo `put_before`, and a loading by that name; configurations shared with a linearized model are refused."""
-    for part in parts_of(model):
-        for config in _configs(part):
-            if (implementation := config._attn_implementation) == name:
-                _refuse_configuration(type(model), vars(config).get(_WRITTEN) == MARK)
-                default = "sdpa" if part._supports_sdpa else "eager"
-                config._attn_implementation_internal = getattr(implementation, "former", default)
+@contextmanager
+def taken_out(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Undo `put_before`, and a loading by that name, but for a block that fails; shared configurations are refused."""
+    former = _named(model)
+    try:
+        for part in parts_of(model):
+            for config in _configs(part):
+                if (implementation := config._attn_implementation) == name:
+                    _refuse_configuration(type(model), vars(config).get(_WRITTEN) == MARK)
+                    default = "sdpa" if part._supports_sdpa else "eager"
+                    config._attn_implementation_internal = getattr(implementation, "former", default)
+        yield
+    except BaseException:
+        restore(former)
+        raise
 
 
 def former_of(module: nn.Module) -> str | None:
@@ -197,7 +206,7 @@ def _refuse_configuration(kind: type, is_linearized: bool) -> None:
 
 def switch_to(model: PreTrainedModel, name: str) -> Former:
     """Make every part of a model attend by a registered function, or leave the model as it was and raise."""
-    former = tuple(named for named in implementations(model) if not isinstance(named[0], nn.Module))
+    former = _named(model)
     try:
         model.set_attn_implementation(name)
         # Where a part keeps its own attention, transformers only logs a warning.
@@ -219,9 +228,14 @@ def restore(former: Former) -> None:
         config._attn_implementation_internal = implementation
 
 
+def _named(model: PreTrainedModel) -> Former:
+    """Every configuration of a model with the implementation that it names."""
+    return tuple({id(config): (config, config._attn_implementation_internal) for config in _configs(model)}.values())
+
+
 def implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
     """Every configuration and module of a model, and the attention implementation that it names, or its model's."""
-    configs = {id(config): (config, config._attn_implementation_internal) for config in _configs(model)}
+    configs = {id(named[0]): named for named in _named(model)}
     named = ((module, id(getattr(module, "config", model.config))) for module in model.modules())
     root = configs[id(model.config)]
     return [*configs.values(), *((module, configs.get(place, root)[1]) for module, place in named)]

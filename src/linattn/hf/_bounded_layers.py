@@ -48,8 +48,6 @@ class BoundedLayer(RecordingLayer[MergedState]):
     Attributes:
         module_name: qualified name of the attention module it serves.
         config: the window and the merged keys.
-        state: a `linattn.kv_cache.MergedState`; None before the first token.
-        num_tokens: how many tokens it has seen, padding included.
     """
 
     def __init__(self, module_name: str, config: MergedKV, sizes: Sizes | None = None) -> None:

@@ -21,10 +21,11 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
     LinearAttentionCacheLayerMixin,
 )
+from transformers.utils.import_utils import is_tracing
 
 from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
-from linattn.hf._calls import InterfaceCall, by_token, surely_all
+from linattn.hf._calls import AskedMask, InterfaceCall, by_token, refuse_again, surely_all
 from linattn.kv_cache import MergedState
 from linattn.nn import Stream
 from linattn.softmax.row_groups import RowGroups
@@ -147,6 +148,7 @@ class RecordingLayer(StatefulLayer[S]):
         self.record_past = False  # whether calls are recorded
         self._calls: tuple[RecordedCall, ...] = ()  # the last ones, two at most, where they are recorded
         self._is_cropped = False  # since the last call
+        self._last = -1  # position of the last token, of rows the least, where calls say positions
         self.handed: Tensor | None = None  # the new keys, between `update` and `attend`
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -165,13 +167,11 @@ class RecordingLayer(StatefulLayer[S]):
         """Called by linattn's attention function: (B, L, H, Dv) for queries of the keys given to `update`."""
         name, count = self.module_name, call.key.shape[-2]
         advance, window, takes = self._kernel(call)
-        positions = call.options.get("position_ids")
-        if 0 < self.num_tokens < count and positions is not None and surely_all(positions[..., 0] == 0):
-            raise ValueError(
-                f"{name} was given {count} tokens from position 0 on, and the cache holds {self.num_tokens}: generate "
-                "gives the whole text again with use_cache=False, or by prompt lookup and assistants from a cache that "
-                "is not empty; leave these out, or give a new cache"
-            )
+        positions: Any = call.options.get("position_ids")  # read of several tokens alone: it waits for a device
+        is_numbered = count > 1 and positions is not None and not is_tracing(positions)
+        if self.num_tokens and is_numbered and surely_all(positions[..., 0] <= self._last):
+            mask = call.mask.options.get("attention_mask") if isinstance(call.mask, AskedMask) else call.mask
+            refuse_again(name, self.num_tokens, mask)
         key_mask, is_causal = call.read_mask(name, self.num_tokens + count, takes=takes)
         # A single query sees all keys, causal or not.
         if not is_causal and call.query.shape[-2] > 1:
@@ -186,6 +186,7 @@ class RecordingLayer(StatefulLayer[S]):
         out, after = made.made(sinks=call.sinks)
         self.handed = None
         self.advance_to(after, count)
+        self._last = int(positions[..., -1].min()) if is_numbered else self._last + (count == 1)
         # An assistant takes back all steps since the last crop at once.
         room, self._is_cropped = window if self._is_cropped else max(window, _RECORDED), False
         if not self.record_past:
@@ -220,7 +221,7 @@ class RecordingLayer(StatefulLayer[S]):
         if count == 0 or self.state is None:
             return
         self.check_crop(tokens_to_remove)
-        self.num_tokens -= count
+        self.num_tokens, self._last = self.num_tokens - count, self._last - count
         *calls, last = self._calls
         while count > last.num_tokens:
             count, last = count - last.num_tokens, calls.pop()
@@ -236,7 +237,7 @@ class RecordingLayer(StatefulLayer[S]):
     def reset(self) -> None:
         """Forget every token, and keys on their way."""
         super().reset()
-        self._calls, self.handed = (), None
+        self._calls, self.handed, self._last = (), None, -1
 
 
 class ForkedCache(Cache):
@@ -338,6 +339,8 @@ class TextCache(ForkedCache):
         for layer in self.layers:
             if isinstance(layer, RecordingLayer):
                 layer.check_crop(tokens_to_remove)
+            if tokens_to_remove and isinstance(layer, LinearAttentionCacheLayerMixin) and not layer.is_croppable:
+                raise ValueError("recurrent layers cannot forget tokens; keep a fork of the cache from before")
         count = abs(tokens_to_remove)
         for layer in self.layers:
             if isinstance(layer, DynamicSlidingWindowLayer):

@@ -172,6 +172,11 @@ class AskedMask:
             # Columns that do not fit are an error of the function's own.
             num_keys = length
         place = implementation, num_keys
+        if num_keys > length + kv_offset:
+            raise ValueError(
+                f"the model adds {num_keys - length - kv_offset} keys to those of its tokens, and what hides some of "
+                "them is lost under linattn's attention; call the model's set_attn_implementation('eager')"
+            )
         if place not in self.built:
             offsets = {"q_offset": q_offset, "kv_offset": kv_offset + length - num_keys}
             sizes = {"batch_size": batch_size, "q_length": num_queries, "kv_length": num_keys, **offsets}
@@ -301,6 +306,16 @@ def refuse_weights(part: Any, args: Any, options: dict[str, Any]) -> None:
         raise ValueError(
             f"{type(part).__name__} is asked for the weights themselves (output_attentions=True, in the call or in its "
             "config), and its attention returns none as long as linattn has replaced it; call it without them"
+        )
+
+
+def refuse_again(name: str, num_held: int, mask: object = None) -> None:
+    """Refuse tokens at positions that a cache is past, but where padding is all that it holds."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or bool(mask[:, :num_held].any()):
+        raise ValueError(
+            f"{name} would take a text in again beside a cache of {num_held} tokens: generate gives it the whole text "
+            "again with use_cache=False (pass use_cache=True; model.generation_config has it too), by prompt lookup or "
+            "assistants from a cache that is not empty, and where the cache holds all of it; give a new cache then"
         )
 
 

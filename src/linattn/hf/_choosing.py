@@ -168,6 +168,7 @@ class CachedLayer:
     num_key_heads: int  # how many heads of them
     window: int | None  # width of its sliding window, or None
     reason: str | None  # why its keys and values stay exact; None where they can be bounded
+    is_numbered: bool  # whether it is told the positions of its tokens
 
 
 # Of each model, by its dtype and layers as it was probed: a request's cache is made without a pass.
@@ -204,7 +205,8 @@ def _probed(model: PreTrainedModel) -> Iterator[CachedLayer]:
                 call = probe_of.calls[part.module][0]
                 heads, groups = call.key.shape[1], max(call.query.shape[1] // call.key.shape[1], 1)
                 sizes = Sizes(call.query.shape[-1], call.value.shape[-1], call.key.element_size(), groups)
-            yield CachedLayer(part.number, part.name, part.cache_place, sizes, heads, part.window, reason)
+            told = all(call.options.get("position_ids") is not None for call in probe_of.calls.get(part.module, ()))
+            yield CachedLayer(part.number, part.name, part.cache_place, sizes, heads, part.window, reason, told)
 
 
 def _reason(part: AttentionModule, probed: Probe) -> str | None:

@@ -81,8 +81,8 @@ class BoundedCache(TextCache):
     by an error leaves new tokens in some layers, which the next call refuses, or in all: go on from a fork made before.
     `crop` needs `activate_past_recording`, which assisted generation and prompt lookup call by themselves; a layer then
     holds two states, and queries, keys and values of up to 512 of the last tokens, or of two wider windows, besides. An
-    encoder-decoder takes it for its self-attention, `EncoderDecoderStates(BoundedCache(model), DynamicCache())`, and
-    has forward pre-hooks from then on that refuse use_cache=False beside it, and an encoder's output of other sizes.
+    encoder-decoder takes it for its self-attention, `EncoderDecoderStates(BoundedCache(model), DynamicCache())`. It,
+    and models whose layers are told no positions, have forward pre-hooks then that refuse a text that is given again.
 
     Cost: five passes of a few tokens for the first cache of a model. A step takes O(window + num_merged) per head.
 
@@ -150,7 +150,9 @@ class BoundedCache(TextCache):
         with SWITCHING:
             refuse_intercepted(model)
             put_before(model, NAME)
-            for part in parts_of(model) if model.config.is_encoder_decoder else ():
+            # Layers that are told no positions cannot see that a text comes again.
+            is_blind = model.config.is_encoder_decoder or not all(layer.is_numbered for layer in bounded)
+            for part in parts_of(model) if is_blind else ():
                 if refuse_text_again not in part._forward_pre_hooks.values():
                     part.register_forward_pre_hook(refuse_text_again, with_kwargs=True)
 

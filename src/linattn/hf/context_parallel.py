@@ -63,6 +63,8 @@ def context_parallel(model: PreTrainedModel, mesh: DeviceMesh, *, equal_lengths:
     ranks = Ranks.of(mesh)
     split: Fields = {"call": "context_parallel", "equal_lengths": str(equal_lengths)}
     (layers, numbered), _ = agreed(ranks, split, lambda: (_splittable(model), _numbered(model)))
+    if any(layer.attend_to_parts is not None for layer in layers):
+        raise ValueError(f"{type(model).__name__} is given parts of texts already; leave that block first")
     maps = [layer.feature_map for layer in layers if layer.feature_map is not None]
     exchange_fields(ranks, {f"feature map {number}": each.fingerprint() for number, each in enumerate(maps)})
     parts = SequenceParts(mesh, ranks, equal_lengths)
@@ -80,9 +82,9 @@ def context_parallel(model: PreTrainedModel, mesh: DeviceMesh, *, equal_lengths:
 
 
 def _numbered_call(
-    parts: SequenceParts, counts: bool, part: Any, args: Any, options: dict[str, Any]
+    parts: SequenceParts, counts: tuple[bool, bool], part: Any, args: Any, options: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook of a model, which may count its tokens 0, 1, 2, …: positions that go on from the rank before."""
+    """Forward pre-hook of a model, which may count as `_counts_from_zero`: positions go on from the rank before."""
     arguments = inspect.signature(part.forward).bind_partial(*args, **options).arguments
     if arguments.get("labels") is not None:
         raise ValueError(
@@ -91,7 +93,7 @@ def _numbered_call(
         )
     if arguments.get(_POSITIONS) is not None:
         return args, options
-    if not counts:
+    if not counts[arguments.get("attention_mask") is not None]:
         raise ValueError(
             f"{type(part).__name__} numbers its tokens otherwise than 0, 1, 2, …, so that a part's positions are "
             f"not known; pass {_POSITIONS} of the whole text, split as its tokens are"
@@ -132,12 +134,17 @@ def _numbered(model: PreTrainedModel) -> list[PreTrainedModel]:
     return parts
 
 
-def _counts_from_zero(part: PreTrainedModel) -> bool:
-    """Whether a model's tokens have the positions 0, 1, 2, … where none are given, tried on three of them."""
+def _counts_from_zero(part: PreTrainedModel) -> tuple[bool, bool]:
+    """Whether tokens have positions 0, 1, 2, … where none are given, without a mask and with one, tried on three."""
     token = 1 if getattr(part.config, "pad_token_id", None) == 0 else 0
     tokens = torch.full((1, 3), token, device=part.device)
     options = {"use_cache": False} if "use_cache" in inspect.signature(part.forward).parameters else {}
     run = partial(part, tokens, **options)
+    counted = {_POSITIONS: torch.arange(3, device=part.device).unsqueeze(0)}
+    padding = {"attention_mask": (counted[_POSITIONS] > 0).long()}
     with torch.no_grad(), evaluating(part):
-        output, counted_output = run()[0], run(position_ids=torch.arange(3, device=part.device).unsqueeze(0))[0]
-    return bool(torch.equal(output, counted_output))
+        is_plain = torch.equal(run()[0], run(**counted)[0])
+        if "attention_mask" not in inspect.signature(part.forward).parameters:
+            return is_plain, is_plain
+        outputs = (run(**padding, **numbers)[0][:, 1:] for numbers in ({}, counted))  # OPT counts what is shown
+        return is_plain, is_plain and torch.equal(*outputs)

@@ -194,6 +194,13 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = StreamCache(len(self.model.blocks))
 
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', which gives a text again that the cache holds all of."""
+        if (count := kwargs.get("next_sequence_length")) is not None and count <= 0:
+            raise ValueError("the cache holds all of the text already; add a token to it, or give a new cache")
+        inherited: Any = super()
+        return inherited.prepare_inputs_for_generation(*args, **kwargs)
+
 
 class RedrawCallback(TrainerCallback):
     """Let transformers' Trainer redraw a model's random maps every so many steps, as `linattn.nn.RedrawSchedule`.

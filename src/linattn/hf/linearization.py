@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from linattn.feature_maps import FEATURE_MAPS, FeatureMap, FittedMap
 from linattn.feature_maps.arguments import check_seed
-from linattn.hf._attention_modules import AttentionModule, attention_modules, inner_model, take_out, unwrapped
+from linattn.hf._attention_modules import AttentionModule, attention_modules, inner_model, taken_out, unwrapped
 from linattn.hf._calls import CAPS, SINKS
 from linattn.hf._choosing import choose, merged_alone, refuse_intercepted, refuse_merged_decoder
 from linattn.hf._dispatch import NAME, UNDO, install, uninstall
@@ -161,32 +161,32 @@ def linearize_(
     check_seed(seed)
     methods, layers = _methods(method), None if layers is None else list(layers)
     merged = merged_alone(model, layers, methods)
-    take_out(model, NAME)
-    sample, calibrate = first_sample(calibrate)
-    maps = [FEATURE_MAPS[each.map.name] for each in methods if each.map is not None]
-    # Where there are methods and each is on the softmax kernel's scale, as far as its written form says.
-    sinks = [SINKS] if 0 < len(methods) == len(maps) and all(each.softmax_kernel for each in maps) else []
-    takes = sinks if merged is None else [CAPS]
-    modules, reasons = choose(model, layers, example, sample, takes=takes, merged=merged)
-    chosen = [part for part in modules if part.number not in reasons]
-    _check_counts(method, window, len(chosen), layers)
-    if methods:
-        methods = methods if len(methods) > 1 or isinstance(method, list | tuple) else methods * len(chosen)
-        attentions = _attend_by_methods(chosen, methods, num_features, seed)
-    else:
-        assert callable(method)  # as `_methods` found
-        pairs = zip(chosen, window if isinstance(window, Sequence) else [window] * len(chosen), strict=True)
-        attentions = [(part, LayerAttention(method(part.head_dim), part.name, window=width)) for part, width in pairs]
-    for part, attention in attentions:
-        refuse_merged_decoder(model, part, attention.merged)
-    if calibrate is not None:
-        calibrate_maps(model, attentions, calibrate)
-    # Written forms in exact names, the others with what was fitted.
-    names = [each.label for each in methods] or [attention.summary for _, attention in attentions]
-    labels = {part.number: name for part, name in zip(chosen, names, strict=True)}
-    for part, attention in attentions:
-        try_out(part, attention, labels[part.number])
-    install(model, attentions)
+    with taken_out(model, NAME):
+        sample, calibrate = first_sample(calibrate)
+        maps = [FEATURE_MAPS[each.map.name] for each in methods if each.map is not None]
+        # Where there are methods and each is on the softmax kernel's scale, as far as its written form says.
+        sinks = [SINKS] if 0 < len(methods) == len(maps) and all(each.softmax_kernel for each in maps) else []
+        takes = sinks if merged is None else [CAPS]
+        modules, reasons = choose(model, layers, example, sample, takes=takes, merged=merged)
+        chosen = [part for part in modules if part.number not in reasons]
+        _check_counts(method, window, len(chosen), layers)
+        if methods:
+            methods = methods if len(methods) > 1 or isinstance(method, list | tuple) else methods * len(chosen)
+            attentions = _attend_by_methods(chosen, methods, num_features, seed)
+        else:
+            assert callable(method)  # as `_methods` found
+            pairs = zip(chosen, window if isinstance(window, Sequence) else [window] * len(chosen), strict=True)
+            attentions = [(x, LayerAttention(method(x.head_dim), x.name, window=width)) for x, width in pairs]
+        for part, attention in attentions:
+            refuse_merged_decoder(model, part, attention.merged)
+        if calibrate is not None:
+            calibrate_maps(model, attentions, calibrate)
+        # Written forms in exact names, the others with what was fitted.
+        names = [each.label for each in methods] or [attention.summary for _, attention in attentions]
+        labels = {part.number: name for part, name in zip(chosen, names, strict=True)}
+        for part, attention in attentions:
+            try_out(part, attention, labels[part.number])
+        install(model, attentions)
     return _report(modules, reasons, labels)
 
 

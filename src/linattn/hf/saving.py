@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import linattn
 from linattn.hf import _model_records
-from linattn.hf._attention_modules import AttentionModule, attention_modules
+from linattn.hf._attention_modules import AttentionModule, attention_modules, unwrapped
 from linattn.hf._choosing import refuse_old_decoder
 from linattn.hf._dispatch import install
 from linattn.hf._folders import bring_back, softmax_model, write_files
@@ -111,6 +111,7 @@ def from_pretrained(folder: str | os.PathLike[str]) -> PreTrainedModel:
 
 def write_linearized(model: PreTrainedModel, folder: Path) -> None:
     """The files of a linearized model, into a folder that exists; nothing is written before everything is checked."""
+    model = unwrapped(model)
     if not is_linearized(model):
         raise ValueError(
             f"{type(model).__name__} is not linearized; call linearize_ on it first, or its own save_pretrained"

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
 from linattn.hf._cache_layers import ForkedCache, Kernel, RecordingLayer, StatefulLayer, TextCache, cache_bytes, forked
-from linattn.hf._calls import InterfaceCall
+from linattn.hf._calls import InterfaceCall, refuse_again, surely_all
 from linattn.hf.layer_attention import attention_of
 from linattn.nn import Stream
 
@@ -80,7 +80,6 @@ class StateLayer(RecordingLayer[State]):
     Attributes:
         module_name: qualified name of the attention module it serves.
         state: a `linattn.State`; None before the first token.
-        num_tokens: how many tokens it has seen, padding included.
     """
 
     _is_expected = False
@@ -205,18 +204,19 @@ class EncoderDecoderStates(EncoderDecoderCache):
 
 
 def refuse_text_again(part: Any, args: Any, options: dict[str, Any]) -> None:
-    """Forward pre-hook of encoder-decoders: no use_cache=False beside a cache, as they tell attention no positions."""
+    """Forward pre-hook of models that tell attention no positions, as encoder-decoders: no text again by a cache."""
     caches: Any = options.get("past_key_values")
-    if not isinstance(getattr(caches, "self_attention_cache", None), TextCache):
+    cache: Any = getattr(caches, "self_attention_cache", caches)
+    if not isinstance(cache, TextCache):
         return
-    if options.get("use_cache") is False:
-        raise ValueError(
-            f"{type(part).__name__} was given a cache and use_cache=False, by which generate gives it the whole text "
-            "again for each token; pass use_cache=True (model.generation_config has it too), or leave the cache out"
-        )
+    places, count, name = options.get("position_ids"), cache.get_seq_length(), type(part).__name__
+    if options.get("use_cache") is False and (count or cache is not caches):
+        refuse_again(name, count)
+    if count and places is not None and places.shape[-1] > 1 and surely_all(places[..., 0] == 0):
+        refuse_again(name, count, options.get("attention_mask"))
     outputs = options.get("encoder_outputs")
     source = options.get("encoder_hidden_states") if outputs is None else outputs[0]
-    first = caches.cross_attention_cache.layers[:1]
+    first = [] if cache is caches else caches.cross_attention_cache.layers[:1]
     held = [x.keys.shape[::2] for x in first if type(x) is DynamicLayer and x.get_seq_length() and x.keys is not None]
     if source is not None and held not in ([], [source.shape[:2]]):
         raise ValueError(

@@ -211,7 +211,7 @@ def _rows(use: Callable[[], Rows], *, is_one: bool | None) -> Tensor | None:
         if not _WORDS.search(str(error)):
             raise
         # Numbers that compiled code would follow out of bounds are refused too, whatever tensor they are in.
-        if is_one and "of the state's frames do not fit its codes" not in str(error):
+        if is_one and "must have for every head each number below" not in str(error):
             raise MismatchError(f"a state was refused, with {error}") from error
         return None
     if is_one is False:

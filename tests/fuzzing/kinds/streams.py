@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import linattn
 from fuzzing.dice import Dice
-from fuzzing.kinds.attention import BACKENDS, Given, draw_given, draw_window
+from fuzzing.kinds.attention import BACKENDS, Given, draw_biased, draw_given, draw_window
 from fuzzing.limits import Limit, map_limits, window_limits
 from fuzzing.machine import draw_machine, sums_dtype
 from fuzzing.maps import DrawnMap, draw_map
@@ -100,6 +100,7 @@ class Stream(NamedTuple):
         window: beside it.
         chunks: its calls.
         live: (B, M), False for masked keys.
+        bias: (B, Hkv or 1, M), or None.
         last: how many queries read the state, after those of the chunks.
         backend: of all calls.
         dtype: of the tokens.
@@ -109,6 +110,7 @@ class Stream(NamedTuple):
     window: int | None
     chunks: list[Chunk]
     live: Tensor
+    bias: Tensor | None
     last: int
     backend: str
     dtype: torch.dtype
@@ -125,7 +127,10 @@ class Stream(NamedTuple):
         for chunk in self.chunks:
             piece = query[:, :, chunk.queries], key[:, :, chunk.keys], value[:, :, chunk.keys]
             mask = self.live[:, chunk.keys] if chunk.masked else None
-            out, state = linattn.linear_attention_with_state(*piece, own, state, key_mask=mask, **options)
+            bias = None if self.bias is None else self.bias[:, :, chunk.keys]
+            out, state = linattn.linear_attention_with_state(
+                *piece, own, state, key_mask=mask, key_bias=bias, **options
+            )
             outs.append(out)
             state = handled(state, chunk.handling)
         assert state is not None
@@ -140,9 +145,10 @@ class Stream(NamedTuple):
         """The same, each query over all keys before it."""
         weigher, count = Weigher(self.drawn.map, sums_dtype(self.dtype)), self.count
         places = torch.cat([chunk.places for chunk in self.chunks])
-        stream = Tokens(query[:, :, :count], key, value, self.live, places)
+        bias = None if self.bias is None else self.bias.double()
+        stream = Tokens(query[:, :, :count], key, value, self.live, places, bias)
         end = torch.full((self.last,), key.shape[2] - 1)
-        after = Tokens(query[:, :, count:], key, value, self.live, end)
+        after = Tokens(query[:, :, count:], key, value, self.live, end, bias)
         return [
             parts_of(weigher, stream, self.window, is_causal=True).rows(stream, noise=noise),
             parts_of(weigher, after, self.window, is_causal=True).rows(after, noise=noise),
@@ -162,7 +168,8 @@ class Stream(NamedTuple):
     def __str__(self) -> str:
         chunks = ", ".join(str(chunk) for chunk in self.chunks)
         return (
-            f"linear_attention_with_state({self.drawn}, {self.window}, backend={self.backend!r}); queries/keys "
+            f"linear_attention_with_state({self.drawn}, {self.window}, backend={self.backend!r}"
+            f"{'' if self.bias is None else f', key_bias {tuple(self.bias.shape)}'}); queries/keys "
             f"{chunks}; read by {self.last}"
         )
 
@@ -188,7 +195,9 @@ def draw(
     unmasked = [chunk.keys for chunk in chunks if not chunk.masked]
     # A graph cannot look where a row begins: a window's blocks are of positions there.
     given = seen_through(given, [*unmasked, slice(1)] if whole and window is not None else unmasked)
-    stream = Stream(drawn, window, chunks, given.live, last, dice.weighted(BACKENDS), dtype)
+    backend = dice.weighted(BACKENDS)
+    given = draw_biased(dice, given, closes=window is None)
+    stream = Stream(drawn, window, chunks, given.live, given.bias, last, backend, dtype)
     return Task(
         str(stream),
         [drawn],

@@ -55,7 +55,10 @@ PlanOut = Annotated[
 ]
 Calibration = Annotated[
     Path | None,
-    typer.Option(help="Plan on this text file; on the second half of the text if left out. Needs --plan-out."),
+    typer.Option(
+        help="Plan on this text file. If left out: on the second half of --text, or on a part of Python's texts that "
+        "is not measured. Needs --plan-out."
+    ),
 ]
 Budget = Annotated[
     str | None,

@@ -1,4 +1,4 @@
-"""Elementwise maps give a weight to each key that depends on the query but little, so they come close to averaging.
+"""Elementwise maps give each key a weight that hardly depends on the query, so they come close to averaging.
 
 Their kernels are sums over coordinates of products of positive factors: a constant that dwarfs what depends on both
 query and key. Where attention is sharp its output is lost, on Gaussian tokens and on clustered ones alike. Whatever

@@ -1,4 +1,4 @@
-"""As many hyperbolic features have less variance than positive ones: much less where s is small, hardly where not.
+"""Hyperbolic features have less variance than as many positive ones: much less at small s, hardly less at large s.
 
 A row makes two hyperbolic features or one positive one. With r features of either kind the variances have the ratio
 

@@ -1,4 +1,4 @@
-"""Fewer samples than tokens make it faster; they make it right only where q and k are small.
+"""With fewer samples than tokens it is faster; it is accurate only where q and k are small.
 
 Faster by operations: r < L/2. As for right, averaging the values costs nothing, and is off by about (e^{τ²} - 1)/e^{τ²}
 where τ is the deviation of a row's logits; in the same unit r samples are off by (e^s - 1)/r, the relative variance of
