@@ -95,3 +95,12 @@ def test_the_order_of_layers_is_that_of_their_methods(build, batches):
     with pytest.raises(ValueError, match=r"in ascending order, got layers=\[1, 0\]"):
         convert_(model, batches, several)
     assert unchanged(model, before)
+
+
+def test_a_named_layer_whose_window_texts_exceed_is_refused(build, batches):
+    """Before anything is trained."""
+    model = build("gemma3", num_hidden_layers=2, sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+    before = state(model)
+    with pytest.raises(ValueError, match=r"longer than the sliding window of model\.layers\.0\.self_attn"):
+        convert_(model, batches, ConvertConfig("FavorPlus(num_features=8)", minutes=0, layers=(0,)))
+    assert unchanged(model, before)

@@ -395,13 +395,3 @@ def test_a_method_for_each_layer(build, batches):
     assert [type(feature_map).__name__ for feature_map in maps] == ["Taylor", "FavorPlus"]
     with pytest.raises(ValueError, match="got 3 methods for the 2 layers to convert; give one for each or for all"):
         convert_(build("bert"), batches, ConvertConfig((*labels, "Taylor"), minutes=0))
-
-
-def test_a_named_layer_whose_window_texts_exceed_is_refused(build, batches):
-    """Before anything is trained."""
-    kinds = ["sliding_attention", "full_attention"]
-    model = build("gemma3", num_hidden_layers=2, sliding_window=4, layer_types=kinds)
-    before = {name: x.clone() for name, x in model.state_dict().items()}
-    with pytest.raises(ValueError, match=r"longer than the sliding window of model\.layers\.0\.self_attn"):
-        convert_(model, batches, replace(CONFIG, feature_map="FavorPlus(num_features=8)", layers=(0,)))
-    assert unchanged(model, before)

@@ -321,9 +321,9 @@ FAULTS = (
     Fault(
         "take a text in again that is given again",
         "hf/_cache_layers.py",
-        "if 0 < self.num_tokens < count and positions",
-        "if False and positions",
-        CACHES,
+        "if self.num_tokens and is_numbered and surely_all",
+        "if False and surely_all",
+        "tests/hf/test_text_given_again.py",
     ),
     Fault(
         "let a window forget what leaves it short",

@@ -48,8 +48,8 @@ FAULTS = (
     Fault(
         "say that a class looks nothing up before its source is read",
         "hf/_attention_modules.py",
-        "found = None  # stored",
-        "_LOOKUPS[kind] = found = None  # stored",
+        "lookup = None  # stored",
+        "_LOOKUPS[kind] = lookup = None  # stored",
         THREADS,
     ),
     Fault(

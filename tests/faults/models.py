@@ -43,8 +43,8 @@ FAULTS = (
     Fault(
         "reset the state and keep the call that an error ended",
         "hf/_cache_layers.py",
-        "self._calls, self.handed = (), None",
-        "self._calls = ()",
+        "self._calls, self.handed, self._last = (), None, -1",
+        "self._calls, self._last = (), -1",
         "tests/hf/test_state_cache.py",
     ),
     Fault(

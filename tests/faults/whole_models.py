@@ -214,8 +214,8 @@ FAULTS = (
     Fault(
         "read a text again where a decoder is bounded",
         "hf/bounded_cache.py",
-        "if model.config.is_encoder_decoder else ()",
-        "if False else ()",
+        "is_blind = model.config.is_encoder_decoder or not all(layer.is_numbered for layer in bounded)",
+        "is_blind = False",
         "tests/hf/test_bounded_models.py",
     ),
     Fault(

@@ -121,16 +121,16 @@ _LOOKUPS: dict[type, tuple[Any, Any] | None] = {}
 def _lookup(kind: type) -> tuple[Any, Any] | None:
     """Functions by name and an eager one that a class looks its attention up in; None if it looks none up."""
     if kind not in _LOOKUPS:
-        found = None  # stored at the end: another thread may read it as soon as it is there
+        lookup = None  # stored at the end: another thread may read it as soon as it is there
         # Families share no base class that would say so; of several forward passes one may call the next.
         for forward in (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)):
             if ".get_interface(" in _source(forward):
-                found = _PLAIN
+                lookup = _PLAIN
                 if names := _LOOKUP.search(_source(forward)):
                     scope = inspect.unwrap(forward).__globals__
-                    found = scope[names[1]], scope[names[2]]
+                    lookup = scope[names[1]], scope[names[2]]
                     break
-        _LOOKUPS[kind] = found
+        _LOOKUPS[kind] = lookup
     return _LOOKUPS[kind]
 
 

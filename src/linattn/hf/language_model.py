@@ -195,7 +195,7 @@ class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = StreamCache(len(self.model.blocks))
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers', which gives a text again that the cache holds all of."""
+        """Refuse a text that the cache holds all of, which transformers would give again."""
         if (count := kwargs.get("next_sequence_length")) is not None and count <= 0:
             raise ValueError("the cache holds all of the text already; add a token to it, or give a new cache")
         inherited: Any = super()
