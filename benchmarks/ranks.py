@@ -8,9 +8,8 @@ from __future__ import annotations
 import datetime
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from multiprocessing import get_context
-from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.multiprocessing import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -34,24 +34,20 @@ _LIMIT = datetime.timedelta(seconds=900)
 
 def on_ranks(size: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What job(mesh, *arguments) returns on each of so many processes of one thread."""
-    context = get_context("spawn")
-    answers = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        place = (size, str(Path(folder) / "store"), answers, job, arguments)
-        processes = [context.Process(target=_serve, args=(rank, *place)) for rank in range(size)]
-        for process in processes:
-            process.start()
-        found = dict(answers.get(timeout=_LIMIT.total_seconds()) for _ in processes)
-        for process in processes:
-            process.join()
-    return [found[rank] for rank in range(size)]
+    with tempfile.TemporaryDirectory() as folder, get_context("spawn").Manager() as manager:
+        answers = manager.dict()
+        # It ends the others, and raises, where one of them fails.
+        spawn(_serve, (size, str(Path(folder) / "store"), answers, job, arguments), nprocs=size)
+        return [answers[rank] for rank in range(size)]
 
 
-def _serve(rank: int, size: int, store: str, answers: Queue, job: Callable[..., Any], arguments: tuple) -> None:
+def _serve(
+    rank: int, size: int, store: str, answers: MutableMapping[int, Any], job: Callable[..., Any], arguments: tuple
+) -> None:
     """One rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=_LIMIT)
-    answers.put((rank, job(init_device_mesh("cpu", (size,)), *arguments)))
+    answers[rank] = job(init_device_mesh("cpu", (size,)), *arguments)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -163,6 +159,7 @@ def counted(mesh: DeviceMesh, kinds: list[str], lengths: list[int]) -> dict[tupl
 
 def _all_keys(mesh: DeviceMesh, inputs: list[Tensor]) -> None:
     """What softmax layers exchange, without their softmax: every rank is sent all keys before its own."""
-    views = Views.whole([inputs[1].shape[2]] * mesh.size(), is_causal=True)
+    starts = [rank * inputs[1].shape[2] for rank in range(mesh.size() + 1)]
+    views = Views(starts, [0] * len(starts), starts[1:])
     seen = with_neighbours(Ranks.of(mesh), Part(*inputs, None, None), views)
     (seen.query.sum() + seen.key.sum() + seen.value.sum()).backward()

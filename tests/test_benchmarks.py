@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -180,3 +181,24 @@ def test_merged_keys_that_are_measured_beside_a_window_fit_its_bytes(benchmark):
     for budget, config, _ in found.CASES:
         held = kept_bytes(config, sizes, found.NUM_TOKENS)
         assert budget - 1 <= held / sizes.key_bytes <= budget, config
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_a_benchmark_names_what_the_library_has(path, monkeypatch):
+    """Most of them take minutes and run by hand."""
+    monkeypatch.syspath_prepend(FOLDER)
+    tree, spec = ast.parse(path.read_text(encoding="utf-8")), importlib.util.spec_from_file_location("claim", path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except ModuleNotFoundError as error:
+        pytest.skip(f"{error.name} is not installed here")
+    named = [(node.value.id, node.attr) for node in ast.walk(tree) if isinstance(getattr(node, "value", None), ast.Name)
+             and isinstance(node, ast.Attribute)]
+    own = {
+        name: thing
+        for name, thing in vars(module).items()
+        if isinstance(thing, type | ModuleType)
+        and getattr(thing, "__module__", thing.__name__).partition(".")[0] in ("linattn", "linattn_lab")
+    }
+    assert [(name, attribute) for name, attribute in named if name in own and not hasattr(own[name], attribute)] == []
