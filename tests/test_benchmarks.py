@@ -193,8 +193,11 @@ def test_a_benchmark_names_what_the_library_has(path, monkeypatch):
         spec.loader.exec_module(module)
     except ModuleNotFoundError as error:
         pytest.skip(f"{error.name} is not installed here")
-    named = [(node.value.id, node.attr) for node in ast.walk(tree) if isinstance(getattr(node, "value", None), ast.Name)
-             and isinstance(node, ast.Attribute)]
+    named = [
+        (node.value.id, node.attr)
+        for node in ast.walk(tree)
+        if isinstance(getattr(node, "value", None), ast.Name) and isinstance(node, ast.Attribute)
+    ]
     own = {
         name: thing
         for name, thing in vars(module).items()
