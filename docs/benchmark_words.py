@@ -137,6 +137,13 @@ _RULES = (
         LOWER,
     ),
     (
+        r"tokens of (\d) standard deviations, (.*), over tokens of 1",
+        "time with large queries and keys ÷ with those of one standard deviation",
+        r"\1 standard deviations, \2",
+        LOWER,
+    ),
+    (r"gates that take (.*) nats a token, over none", "time with gates ÷ without", r"\1 nats per token", LOWER),
+    (
         r"10 tokens beside a window of 4,096 over 16",
         "time of a text of 10 tokens, window of 4,096 ÷ 16 tokens",
         "",

@@ -54,9 +54,9 @@ FAULTS = (
     ),
     Fault(
         "lose what hides a model's own keys",
-        "hf/_calls.py",
-        "if num_keys > length + kv_offset:",
-        "if False:",
+        "hf/_dispatch.py",
+        "(count := attention_mask.num_surplus(key.shape[-2])) > 0",
+        "(count := 0) > 0",
         "tests/hf/test_probed_models.py",
     ),
     Fault("save a wrapper as a model", "hf/saving.py", "    model = unwrapped(model)\n", "", WRAPPED),

@@ -145,12 +145,9 @@ def _projections(model: PreTrainedModel, attentions: Sequence[str]) -> list[str]
     names, is_converted = [], False
     for name, module in model.named_modules():
         is_converted = is_converted or name in attentions
-        weight = None if isinstance(module, nn.Embedding) else getattr(module, "weight", None)
         # Adapters take none but these (Conv1D is GPT-2's): not the matrix of a router of experts.
-        is_product = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-        if not is_converted or weight is None or not is_product:
-            continue
-        if id(weight) not in others and ATTRIBUTE not in name.split("."):
+        is_product = is_converted and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+        if is_product and id(module.weight) not in others and ATTRIBUTE not in name.split("."):
             names.append(name)
     if not names:
         raise ValueError(

@@ -96,6 +96,10 @@ class AskedMask:
         """True if it hides nothing but padding and, in causal layers, later keys."""
         return self.function is causal_mask_function or self.function is bidirectional_mask_function
 
+    def num_surplus(self, num_keys: int) -> int:
+        """How many of a causal layer's keys the mask was not asked for."""
+        return 0 if self.function is bidirectional_mask_function else num_keys - self.sizes[2] - self.sizes[4]
+
     @property
     def local_size(self) -> int | None:
         """Width of a window or a chunk, where the model tells its mask function."""
@@ -172,11 +176,6 @@ class AskedMask:
             # Columns that do not fit are an error of the function's own.
             num_keys = length
         place = implementation, num_keys
-        if num_keys > length + kv_offset:
-            raise ValueError(
-                f"the model adds {num_keys - length - kv_offset} keys to those of its tokens, and what hides some of "
-                "them is lost under linattn's attention; call the model's set_attn_implementation('eager')"
-            )
         if place not in self.built:
             offsets = {"q_offset": q_offset, "kv_offset": kv_offset + length - num_keys}
             sizes = {"batch_size": batch_size, "q_length": num_queries, "kv_length": num_keys, **offsets}

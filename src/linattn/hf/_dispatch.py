@@ -46,6 +46,9 @@ def attend(
     call = InterfaceCall(module, query, key, value, attention_mask, options, former)
     attention = attention_of(module)
     if attention is None:
+        if isinstance(attention_mask, AskedMask) and (count := attention_mask.num_surplus(key.shape[-2])) > 0:
+            words = f"the model adds {count} keys to those of its tokens, and what hides some of them is lost here"
+            raise ValueError(f"{words}; call its set_attn_implementation('eager')")
         return call.by_former()
     # Accelerate brings the tensors that it keeps elsewhere where a module is called, and parts of a map are not.
     hooks: list[Any] = [(part, part._hf_hook) for part in attention.modules() if hasattr(part, "_hf_hook")]
