@@ -54,8 +54,8 @@ def linear_attention(
         key_mask: (B, Lk) bool, True = attend. A masked key contributes nothing, whatever it holds, NaN and inf
             included, forward and backward. A query whose every key is masked gets 0.
         key_bias: (B, Hkv or 1, Lk), floating: b, the logarithm of a factor on each key's weight, near keys included;
-            -inf, or less than -8e37, is a masked key, whatever it holds. A constant added to all changes no output.
-            Differentiable.
+            -inf is a masked key, whatever it holds; below -8e37 a weight is 0 in float32. A constant added to all of a
+            head's changes no output. Differentiable.
         is_causal: query i sees keys j ≤ i + Lk - Lq: aligned bottom-right, as decoding needs. SDPA's flag aligns
             top-left, which differs when Lq ≠ Lk.
         enable_gqa: groups of H / Hkv consecutive query heads share a key/value head; one state per key/value head.

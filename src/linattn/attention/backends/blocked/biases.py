@@ -103,7 +103,7 @@ class Biases(NamedTuple):
         if reference is None:
             return num, den, self.references(self.rows.new_zeros(()).expand(*self.rows.shape[:2], den.shape[1]))
         rounded = self.references(reference)
-        # Vast biases round an exponent away, of which a quotient needs nothing.
+        # Vast biases leave no digit of an exponent: it cancels in num / den, which the bounds keep finite.
         factor = exponential_((reference - self.references(rounded, -1)).clamp_(-60, 60)).view_as(den)
         return num * factor, den * factor, rounded
 
