@@ -32,7 +32,7 @@ def test_rows_wider_than_their_order_numbers_are_refused_before_there_are_codes(
         lambda: merged_attention_with_state(rows[..., :4], rows[..., :4], rows, MergedKV(2, 2)),
         lambda: MergedKV.within(512, head_dim=2**15 + 1),
     ):
-        with pytest.raises(ValueError, match="in few bits rows have at most 2¹⁵ numbers, got 32769; give bits=None"):
+        with pytest.raises(ValueError, match="quantized rows have at most 2¹⁵ numbers, got 32769; give bits=None"):
             call()
 
 

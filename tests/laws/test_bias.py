@@ -83,6 +83,16 @@ def test_minus_infinity_is_a_masked_key(case: Case, options: dict[str, int]) -> 
         assert found.isfinite().all()
 
 
+@pytest.mark.parametrize("case", [c for c in PAIRED_CASES if takes_statistics_from_the_call(c.map_name)], ids=str)
+def test_a_key_too_faint_for_the_tokens_dtype_takes_part_in_no_statistics(case: Case) -> None:
+    """In a bias of float64 beside tokens of float32 its weight is 0, as that of a masked key is."""
+    query, key, value, bias = inputs()
+    tokens = (query.float(), torch.where(torch.arange(LENGTH).view(-1, 1) < 6, 50 * key, key).float(), value.float())
+    faint, masked = (bias.index_fill(2, torch.arange(6), least) for least in (-1e300, -math.inf))
+    found, expected = (case.attend(*tokens, case.build(), key_bias=given) for given in (faint, masked))
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("case", [c for c in PAIRED_CASES if not takes_statistics_from_the_call(c.map_name)], ids=str)
 def test_a_bias_of_log_n_is_n_copies(case: Case) -> None:
     query, key, value, bias = inputs()

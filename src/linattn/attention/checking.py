@@ -63,12 +63,9 @@ def checked_for(
     return query, key, value, bias
 
 
-def live_keys(key_mask: Tensor | None, key_bias: Tensor | None) -> Tensor | None:
-    """Which keys statistics of the call are taken over: (B, Lk), or (B, Hkv or 1, Lk) where a bias masks some."""
-    if key_bias is None:
-        return key_mask
-    live = key_bias != -torch.inf
-    return live if key_mask is None else live & key_mask.unsqueeze(1)
+def live_keys(bias: Tensor | None) -> Tensor | None:
+    """Which keys statistics of the call are taken over, (B, Hkv or 1, Lk): those that have any weight; None for all."""
+    return None if bias is None else bias != -torch.inf
 
 
 _REMEDY = "pass a state as linear_attention_with_state or State.empty gave it, or rebuild it from the tokens"

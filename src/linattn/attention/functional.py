@@ -205,8 +205,8 @@ def linear_partial_with_state(
 
         log_normalizer_t = log φ(q_t)ᵀz_t
 
-    Of rows that see the state alone, in a call whose tokens outweigh it by more than e^4096 (float32), it is that of a
-    state as far below them. Cost, arguments and errors are those of `linear_attention_with_state`.
+    Where a call's tokens outweigh the state by more than e^4096 (float32), rows that see the state alone get that of a
+    state e^4096 below those tokens. Cost, arguments and errors are those of `linear_attention_with_state`.
 
     Returns:
         AttendedPartial(partial, state): `linear_partial`'s result of the queries, and a new State.
@@ -253,7 +253,7 @@ def _checked(tokens: Qkv, feature_map: FeatureMap, weights: KeyWeights, options:
     if window is not None:
         check_window(window, feature_map, query.shape[2], key.shape[2], is_causal=is_causal)
     check_backend(backend)
-    bound, query, key = bind(feature_map, query, key, live_keys(*weights), is_causal=is_causal)
+    bound, query, key = bind(feature_map, query, key, live_keys(bias), is_causal=is_causal)
     return Call(bound, query.unflatten(1, (key.shape[1], -1)), key, value, bias, is_causal)
 
 

@@ -62,7 +62,7 @@ def attention_rows(
         if not -length <= low <= high < length:
             raise ValueError(f"query_index must lie in [{-length}, {length}), got {low} to {high}")
     heads, dtype = (key.shape[1], query.shape[1] // max(key.shape[1], 1)), accumulation_dtype(query.dtype)
-    bound, query, key = bind(feature_map, query, key, live_keys(key_mask, key_bias), is_causal=is_causal)
+    bound, query, key = bind(feature_map, query, key, live_keys(bias), is_causal=is_causal)
     zero = query.new_zeros(1, 1, key.shape[2], dtype=dtype)
     logit_bias = (zero if bias is None else bias)[:, :, None, None]
     (key,) = inert(bias, key)

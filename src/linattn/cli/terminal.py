@@ -38,7 +38,7 @@ def ending(console: Console, what_is_left: Callable[[], str]) -> Iterator[None]:
 
 
 def share_bar(console: Console) -> Progress:
-    """A bar over a share of time, with the time passed and left, which vanishes when it is done."""
+    """A bar over a share of time, with the time passed, which vanishes when it is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True)
 

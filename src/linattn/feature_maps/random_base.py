@@ -70,9 +70,9 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
 
     W is float64 whatever dtype the module is cast to, drawn by a CPU generator, hence the same in every process and on
     every device that has float64. `redraw` is the only other source of randomness; evaluation never draws. W and the
-    seed live in `state_dict`, `repr` names every setting and `fingerprint` holds a digest of W as well. W is
-    changed by `redraw` and `load_state_dict`; what else writes to or replaces the buffers is noticed by the next call,
-    unless a compiled graph holds it.
+    seed live in `state_dict`, `repr` names every setting and `fingerprint` holds a digest of W as well. Change
+    W by `redraw` or `load_state_dict`; the next call notices any other write to the buffers, but within a compiled
+    graph.
 
     Attributes:
         projection: W, (m, D) or (H, m, D), float64.

@@ -81,8 +81,9 @@ class BoundedCache(TextCache):
     by an error leaves new tokens in some layers, which the next call refuses, or in all: go on from a fork made before.
     `crop` needs `activate_past_recording`, which assisted generation and prompt lookup call by themselves; a layer then
     holds two states, and queries, keys and values of up to 512 of the last tokens, or of two wider windows, besides. An
-    encoder-decoder takes it for its self-attention, `EncoderDecoderStates(BoundedCache(model), DynamicCache())`. It,
-    and models whose layers are told no positions, have forward pre-hooks then that refuse a text that is given again.
+    encoder-decoder takes it for its self-attention, `EncoderDecoderStates(BoundedCache(model), DynamicCache())`.
+    Encoder-decoders, and models that tell their layers no positions, get a forward pre-hook that refuses a text given a
+    second time.
 
     Cost: five passes of a few tokens for the first cache of a model. A step takes O(window + num_merged) per head.
 

@@ -174,9 +174,9 @@ class StateCache(TextCache):
 class EncoderDecoderStates(EncoderDecoderCache):
     """The caches of an encoder-decoder: a `BoundedCache` or a `StateCache` of its own text, and one of the encoder's.
 
-    As transformers' `EncoderDecoderCache`, which refuses to take tokens back, or to choose rows, in other caches than a
-    `DynamicCache`: assistants and prompt lookup do. Whisper's `generate` with return_dict_in_generate takes the keys of
-    its cache apart, of which there are none here: pass it an ordinary cache.
+    transformers' `EncoderDecoderCache` takes tokens back and chooses rows only in a `DynamicCache`; this one does so in
+    linattn's caches too, as assisted generation and prompt lookup need. Whisper's `generate` with
+    return_dict_in_generate takes the keys of its cache apart, of which there are none here: pass it an ordinary cache.
 
     Example:
         >>> from transformers import BartConfig, BartForConditionalGeneration, DynamicCache

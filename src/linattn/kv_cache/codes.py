@@ -47,7 +47,7 @@ class Layout(NamedTuple):
     def of(cls, width: int) -> Self:
         """Blocks as wide as divide the row, up to 32; refuse rows whose order is not one of 16 bits."""
         if width > 2**15:
-            raise ValueError(f"in few bits rows have at most 2¹⁵ numbers, got {width}; give bits=None and no tiers")
+            raise ValueError(f"quantized rows have at most 2¹⁵ numbers, got {width}; give bits=None and no tiers")
         filled = -(-width // _UNIT) * _UNIT
         block = min(filled & -filled, WIDEST) or _UNIT
         return cls(block, filled // block)

@@ -68,9 +68,10 @@ class MergedKV:
     """A KV cache of constant size: a sliding window of exact keys, all earlier ones merged.
 
     A merged key (k, v, β) stands for several: it adds exp(q·k + β) to the softmax's denominator, times v to the
-    numerator. Keys are merged by what a sample of the queries attends to, m_i = Σ_s a_si: those of least Ward cost, in
-    the metric of the queries' variances Σ (1 where queries are all alike) and of the values, join the nearest heavier
-    ones first. To a merged key the sample attends as much as to its members, and to the same mean value:
+    numerator. The mass of a key, m_i = Σ_s a_si, is the attention that it gets from a sample of the queries. The keys
+    that are cheapest to merge join their nearest heavier key. The cost is Ward's; distances weigh coordinates by the
+    queries' variances Σ (1 where queries are all alike), and count values too. The sample attends to a merged key as
+    much as to its members, and reads the same mean value:
 
         k = Σ p_i k_i,   v = Σ p_i v_i,   p_i = m_i / Σ m,   β such that Σ_s a_s = Σ m
         cost = m₁m₂/(m₁ + m₂)·((k₁ - k₂)ᵀΣ(k₁ - k₂) + σ·|v₁ - v₂|²)
@@ -79,10 +80,10 @@ class MergedKV:
 
     Causally keys are merged as blocks begin, of b tokens, by the latest max(16, 2·G) of the sampled queries before, for
     G query heads of a key/value head. A stream keeps the sinks and w + b + C keys at most, C biases, and these queries;
-    per token O((w + b + C)·(D + Dv) + (C + b)²/(b + s)·(D + Dv)) time. b is the window's width up to 64, and then 64 or
-    a quarter of it; a window that is no multiple of it is rounded up. A merge leaves s places free, a sixteenth of C in
-    whole blocks, and comes when there are none. On a CPU, 768 keys and more in few bits are compared along the
-    max(16, (D + Dv)/8) principal axes of keys and values.
+    per token O((w + b + C)·(D + Dv) + (C + b)²/(b + s)·(D + Dv)) time. b is the window's width up to 64, beyond
+    it the larger of 64 and about a quarter of the width; the window is rounded up to whole blocks. A merge comes when
+    no place is free, and frees s: a sixteenth of C, in whole blocks. On a CPU, 768 keys and more in few bits are
+    compared along the max(16, (D + Dv)/8) principal axes of keys and values.
 
     The first tokens of a stream stay exact and are never merged: attention sinks, far from all others.
 
@@ -90,8 +91,8 @@ class MergedKV:
     and the deviation of their coordinate and in a basis in which none is far from the others, to the 2^b levels of
     least mean square error for normal numbers, times one scale a row, the best of eight. Values have equal bits; keys
     have more where the sampled queries weigh a coordinate more, b_c of least Σ E[q_c²]·σ_c²·distortion(b_c) in the same
-    sum. Means, deviations and bits are of the keys there are when codes begin, and of three times as many once more; of
-    all there are then, where their mean has moved further than they are spread, or some outgrow 2¹⁴ deviations.
+    sum. Means, deviations and bits are measured when codes begin, once more at three times as many keys, and again, of
+    all keys, whenever their mean has moved further than they are spread, or a key exceeds 2¹⁴ deviations.
     The sinks, the window and the block stay exact, and so do the first keys between them until they would take more
     memory than codes. For gradients rounding adds a constant, and codes of earlier calls are constants.
 

@@ -35,7 +35,7 @@ class TrialRecord:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The contender of each global layer at a budget, and the layer's share of it."""
+    """The method of each global layer at a budget, and the layer's share of it."""
 
     model: str  # name or folder
     budget: Annotated[int, Ge(1)]  # in exact keys per layer and key/value head
@@ -43,9 +43,9 @@ class MemoryPlan:
     calibration: str  # source of that passage's text
     calibration_sha256: str  # digest of the text
     layers: list[int]  # their numbers
-    choices: list[str]  # name of each layer's contender
+    choices: list[str]  # name of each layer's method
     budgets: list[Annotated[int, Ge(1)]]  # of each layer, in exact keys
-    labels: list[str]  # the contenders' written forms
+    labels: list[str]  # the methods' written forms
     kl: Annotated[float, Ge(0)]  # measured on the passage
     window_kl: Annotated[float, Ge(0)]  # of the plain window in every layer, on the same passage
     trials: list[TrialRecord]  # all that was measured
@@ -53,7 +53,7 @@ class MemoryPlan:
 
     @property
     def label(self) -> str:
-        """Every layer's contender in its written form, once where all are alike."""
+        """Every layer's method in its written form, once where all are alike."""
         if len(set(self.labels)) == 1:
             return self.labels[0]
         return "; ".join(f"layer {n}: {label}" for n, label in zip(self.layers, self.labels, strict=True))

@@ -1,4 +1,4 @@
-"""The text an audit reads."""
+"""Texts from files, and those that Python carries."""
 
 import hashlib
 import os
