@@ -65,7 +65,7 @@ def verify(out: Path) -> None:
     """Refuse a converted folder that, loaded, attends otherwise than the definition of its maps says."""
     exact, converted = load(), from_pretrained(out)
     kernels = [part for part in converted.modules() if isinstance(part, LayerAttention)]
-    calls = capture(exact.model, exact.encode(read_text().content, NUM_VERIFIED)).calls
+    calls = capture(exact.model, exact.encode(read_text(), NUM_VERIFIED)).calls
     for kernel, call in zip(kernels, calls, strict=True):
         verified_window(kernel.window, kernel.feature_map, (call.query, call.key, call.value), is_causal=False)
 

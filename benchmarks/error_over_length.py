@@ -38,7 +38,7 @@ def joined(calls: Sequence[AttentionCall]) -> tuple[Tensor, Tensor, Tensor]:
 
 def layers() -> list[tuple[tuple[Tensor, Tensor, Tensor], float]]:
     """Queries, keys and values (1, H, 8192, D) of every layer, and the scale."""
-    loaded, content = load(), read_text().content
+    loaded, content = load(), read_text()
     starts = range(0, len(content), len(content) // NUM_TEXTS)[:NUM_TEXTS]
     calls = [capture(loaded.model, loaded.encode(content[start:], TEXT_LENGTH)).calls for start in starts]
     return [(joined(each), each[0].scale) for each in zip(*calls, strict=True)]

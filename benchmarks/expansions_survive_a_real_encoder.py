@@ -50,7 +50,7 @@ class Encoder:
 
     def __init__(self) -> None:
         self.loaded = load(None)
-        prose = read_text().content
+        prose = read_text()
         starts = [part * len(prose) // (NUM_TEXTS + 1) for part in range(NUM_TEXTS)]
         self.inputs = [self.loaded.encode(prose[start:], NUM_TOKENS) for start in starts]
         self.recorded = [capture(self.loaded.model, inputs) for inputs in self.inputs]

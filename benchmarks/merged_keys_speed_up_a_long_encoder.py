@@ -62,7 +62,7 @@ def embedding(loaded: LoadedModel, inputs: dict[str, torch.Tensor], method: Meth
 
 def measure(loaded: LoadedModel, length: int) -> None:
     """Verify and time both methods at a length."""
-    prose = read_text().content
+    prose = read_text()
     texts = [loaded.encode(prose[part * len(prose) // NUM_TEXTS :], length) for part in range(NUM_TEXTS)]
     exact, cosines = [embedding(loaded, each, None) for each in texts], {}
     for method in METHODS:

@@ -58,7 +58,7 @@ def cosine(method: Method, loaded: LoadedModel, inputs: dict[str, torch.Tensor],
 @torch.no_grad()
 def main() -> None:
     """Verify, measure and record every case, beside averaging the values uniformly."""
-    loaded, prose = load(None), read_text().content
+    loaded, prose = load(None), read_text()
     starts = [part * len(prose) // (NUM_TEXTS + 1) for part in range(NUM_TEXTS)]
     inputs = [loaded.encode(prose[start:], NUM_TOKENS) for start in starts]
     recorded = [capture(loaded.model, each) for each in inputs]

@@ -21,13 +21,13 @@ from linattn.hf import LoadedModel, linearize_, load
 from linattn.hf.layer_attention import attention_of
 from linattn.methods.method import parse_method
 from linattn.processes import Processes
-from linattn.records.texts import Text
 from linattn.training import Steps, Training, train
 from linattn_lab.audit.grid import AuditGrid
 from linattn_lab.audit.measuring import Audit
 from linattn_lab.audit.records import AuditRow, LengthsRow, TimeRow
 from linattn_lab.kv_audit.measuring import MemoryAudit
 from linattn_lab.kv_audit.records import MemoryRow
+from linattn_lab.texts import Text
 
 METHODS = ("FavorPlus", "Centred(Taylor(order=1))", "Expansion(num_centres=2) + window 4")
 

@@ -64,7 +64,7 @@ def words():
     """A text of 4,000 random letters and spaces."""
     import torch
 
-    from linattn.records.texts import Text
+    from linattn_lab.texts import Text
 
     draw = torch.Generator().manual_seed(4)
     return Text("letters", "".join(map("abcdefgh ".__getitem__, torch.randint(9, (4000,), generator=draw).tolist())))

@@ -54,8 +54,8 @@ FAULTS = (
     Fault(
         "take statistics over keys that a bias masks",
         "attention/checking.py",
-        "    live = key_bias != -torch.inf\n",
-        "    live = torch.ones_like(key_bias, dtype=torch.bool)\n",
+        "else bias != -torch.inf",
+        "else torch.ones_like(bias, dtype=torch.bool)",
         LAWS,
     ),
     Fault(

@@ -96,7 +96,7 @@ FAULTS = (
     ),
     Fault(
         "ask transformers for a size of layers that differ in it",
-        "hf/_cache_layers.py",
+        "hf/_text_caches.py",
         "vars(text)[name] if name in vars(text) else getattr(text, name, None)",
         "getattr(text, name, None)",
         "tests/hf/test_probed_models.py",
@@ -104,7 +104,7 @@ FAULTS = (
     Fault(
         "record the whole of a long call",
         "hf/_cache_layers.py",
-        "(first := count - max(window, _RECORDED)) > 0:",
+        "(first := count - max(window, RECORDED)) > 0:",
         "(first := 0) > 0:",
         RECORDED,
     ),
@@ -118,7 +118,7 @@ FAULTS = (
     Fault(
         "take back less than a wide window",
         "hf/_cache_layers.py",
-        "count - max(window, _RECORDED)",
+        "count - max(window, RECORDED)",
         "count - _RECORDED",
         RECORDED,
     ),
@@ -160,7 +160,7 @@ FAULTS = (
     Fault(
         "read a decoder of merged keys",
         "hf/saving.py",
-        "        refuse_old_decoder(model, part, attention.merged, path)\n",
+        "        refuse_merged_decoder(model, part, attention.merged, path)\n",
         "",
         MERGED,
     ),
@@ -187,28 +187,28 @@ FAULTS = (
     ),
     Fault(
         "take a mask for that of before",
-        "hf/_cache_layers.py",
+        "hf/_text_caches.py",
         "torch.equal(*shown) if",
         "True if",
         CACHES,
     ),
     Fault(
         "let a mask be forgotten",
-        "hf/_cache_layers.py",
+        "hf/_text_caches.py",
         "else all(bool(x.all()) for x in shown)",
         "else True",
         CACHES,
     ),
     Fault(
         "choose rows without the layers that recur",
-        "hf/_cache_layers.py",
+        "hf/_text_caches.py",
         "            self.reorder_cache(rows[indices.to(rows.device)])",
         "            super().batch_select_indices(indices)",
         "tests/hf/test_any_cache.py",
     ),
     Fault(
         "leave rows the masks of others",
-        "hf/_cache_layers.py",
+        "hf/_text_caches.py",
         "self._live[beam_idx.to(self._live.device)]",
         "self._live",
         CACHES,
@@ -292,9 +292,9 @@ FAULTS = (
     ),
     Fault(
         "go on with a bounded cache between two tokens",
-        "hf/_cache_layers.py",
-        "if any(count != counts[0] for count in counts):",
-        "if False:",
+        "hf/_text_caches.py",
+        "any(count != counts[0] for count in counts)",
+        "False",
         REFUSALS,
     ),
     Fault(
@@ -313,7 +313,7 @@ FAULTS = (
     ),
     Fault(
         "share the states of recurrent layers among forks",
-        "hf/_cache_layers.py",
+        "hf/_text_caches.py",
         "(deepcopy if isinstance(x, LinearAttentionCacheLayerMixin) else copy)(x)",
         "copy(x)",
         MODELS,
@@ -327,7 +327,7 @@ FAULTS = (
     ),
     Fault(
         "let a window forget what leaves it short",
-        "hf/_cache_layers.py",
+        "hf/_text_caches.py",
         "if held - count < min(",
         "if held < min(",
         "tests/hf/test_sliding_windows.py",
@@ -362,14 +362,14 @@ FAULTS = (
     ),
     Fault(
         "count what records share as often as they hold it",
-        "hf/_cache_layers.py",
+        "hf/_text_caches.py",
         "{id(x): x.nbytes for x in leaves",
         "{place: x.nbytes for place, x in enumerate(leaves)",
         RECORDED,
     ),
     Fault(
         "keep a caller's own mask",
-        "hf/_cache_layers.py",
+        "hf/_text_caches.py",
         "attention_mask.clone()",
         "attention_mask",
         MODELS,

@@ -62,7 +62,11 @@ FAULTS = (
         CODING_LAWS,
     ),
     Fault(
-        "give values the keys' codes", CODES, "zip(key, value, strict=True)", "zip(key, key, strict=True)", CODES_LAWS
+        "give values the keys' codes",
+        CODES,
+        "(*value, *frames.value), strict",
+        "(*key, *frames.value), strict",
+        CODES_LAWS,
     ),
     Fault("forget the rows beside", CODES, "*(True, ", "*(False, ", CODES_LAWS),
     Fault("weigh keys without their biases", CODES, "(query, *pairs, bias))", "(query, *pairs, 0 * bias))", CODES_LAWS),

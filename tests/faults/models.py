@@ -22,8 +22,8 @@ FAULTS = (
     Fault(
         "stream a model that swallows its cache",
         "hf/streaming.py",
-        "if swallows or model",
-        "if model",
+        "if swallows or is_prompted",
+        "if is_prompted",
         "tests/hf/test_streaming.py",
     ),
     Fault(
@@ -49,14 +49,14 @@ FAULTS = (
     ),
     Fault(
         "keep every row of a cache of states",
-        "hf/_cache_layers.py",
+        "hf/_text_caches.py",
         "rows[indices.to(rows.device)]",
         "rows",
         "tests/hf/test_state_cache.py",
     ),
     Fault(
         "repeat a cache's batch as a whole, not row by row",
-        "hf/_cache_layers.py",
+        "hf/_text_caches.py",
         ".repeat_interleave(repeats)",
         ".repeat(repeats)",
         "tests/hf/test_state_cache.py",
@@ -183,7 +183,7 @@ FAULTS = (
     Fault(
         "take back an assistant's last step alone",
         "hf/_cache_layers.py",
-        "window if self._is_cropped else max(window, _RECORDED), False",
+        "window if self._is_cropped else max(window, RECORDED), False",
         "window, False",
         "tests/hf/test_any_cache.py -k guessed",
     ),
@@ -196,9 +196,9 @@ FAULTS = (
     ),
     Fault(
         "go on with a cache that an error left between two layers",
-        "hf/_cache_layers.py",
-        "if any(count != counts[0] for count in counts):",
-        "if False:",
+        "hf/_text_caches.py",
+        "any(count != counts[0] for count in counts)",
+        "False",
         "tests/hf/test_state_cache.py",
     ),
     Fault(

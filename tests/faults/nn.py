@@ -110,8 +110,8 @@ FAULTS = (
     Fault(
         "forget which kept tokens are masked",
         "nn/streams.py",
-        "torch.cat([_mask(past), _mask(new)], -1)",
-        "torch.ones_like(torch.cat([_mask(past), _mask(new)], -1))",
+        "mask = torch.cat([shown(past.key, past.key_mask),",
+        "mask = torch.cat([shown(past.key, None),",
         LAYERS,
     ),
     Fault(

@@ -114,13 +114,6 @@ FAULTS = (
         FOREIGN,
     ),
     Fault(
-        "remove a pickled checkpoint as a damaged one",
-        "training/checkpoints.py",
-        "if os.path.lexists(checkpoint / _PICKLED):",
-        "if False:",
-        FOREIGN,
-    ),
-    Fault(
         "give tensors before it is known that all fit",
         "training/tensors.py",
         "    processes.all_do(lambda: _check_values(tensors, model, optimizer))\n",

@@ -212,13 +212,6 @@ FAULTS = (
         "tests/hf/test_bounded_models.py",
     ),
     Fault(
-        "read a text again where a decoder is bounded",
-        "hf/bounded_cache.py",
-        "is_blind = model.config.is_encoder_decoder or not all(layer.is_numbered for layer in bounded)",
-        "is_blind = False",
-        "tests/hf/test_bounded_models.py",
-    ),
-    Fault(
         "refuse a text that is given again once for each cache",
         "hf/bounded_cache.py",
         "if refuse_text_again not in part._forward_pre_hooks.values():",
@@ -234,7 +227,7 @@ FAULTS = (
     ),
     Fault(
         "go on with other rows than those of the text",
-        "hf/_cache_layers.py",
+        "hf/_text_caches.py",
         "if num_rows is not None and len(rows := self._rows) not in (0, num_rows):",
         "if False:",
         "tests/hf/test_bounded_cache_refusals.py",
@@ -290,7 +283,7 @@ FAULTS = (
     ),
     Fault(
         "take another model's cache",
-        "hf/_cache_layers.py",
+        "hf/_text_caches.py",
         "for name, size, other in pairs if size != other]",
         "for name, size, other in pairs if False]",
         REFUSED_CACHES,
@@ -333,8 +326,8 @@ FAULTS = (
     Fault(
         "look for an encoder's output at the outermost model alone",
         "hf/bounded_cache.py",
-        "for part in parts_of(model) if",
-        "for part in [model] if",
+        "for part in parts_of(model):",
+        "for part in [model]:",
         REFUSED_CACHES,
     ),
     Fault(

@@ -183,8 +183,13 @@ def test_adapters_with_a_cache_of_their_own_are_refused(language_model):
     peft = pytest.importorskip("peft")
     settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
     model = peft.get_peft_model(language_model("llama"), settings).eval()
-    with pytest.raises(ValueError, match=r"tuned by a prefix of keys.*get_base_model"):
+    words = r"tuned by a prefix of keys.*the cache of model\.get_base_model\(\) and generate with that"
+    with pytest.raises(ValueError, match=words):
         BoundedCache(model)
+    # The cure, followed by half, would leave the cache empty.
+    cache = BoundedCache(model.get_base_model())
+    with pytest.raises(ValueError, match=words):
+        model.generate(input_ids=IDS, past_key_values=cache, **GREEDY)
 
 
 def test_calls_that_were_not_recorded_are_not_taken_back(language_model):

@@ -234,3 +234,43 @@ def test_a_window_takes_tokens_back_once_between_two_calls(hybrid, kind):
         assert [layer.get_seq_length() for layer in cache.layers] == [seen] * 4
         rows = run(model, input_ids=IDS[:, seen:], past_key_values=cache).logits
         assert differ(rows, wanted[:, seen:]) <= CLOSE
+
+
+def test_a_recording_cache_is_bounded_without_a_crop(hybrid):
+    """Prompt lookup makes a cache record, which a later turn without it goes on doing; guesses are still taken back."""
+    model = hybrid("gemma3")
+    cache = BoundedCache(model, config=MergedKV(4, 800, None))
+    cache.activate_past_recording()
+    text = torch.randint(3, 64, (1, 700), generator=torch.Generator().manual_seed(6))
+    for part in (text[:, :400], *text[:, 400:690].split(10, 1), text[:, 690:]):
+        run(model, input_ids=part, past_key_values=cache)
+    held = {layer.keys.shape[2] for layer in cache.layers if layer.is_sliding}
+    assert max(held) <= WINDOW - 1 + 256 + 10
+    cache.crop(-10)
+    found = run(model, input_ids=text[:, 690:], past_key_values=cache).logits
+    wanted = run(model, input_ids=text, past_key_values=DynamicCache(config=model.config)).logits[:, 690:]
+    torch.testing.assert_close(found, wanted, rtol=CLOSE, atol=CLOSE)
+
+
+@pytest.mark.parametrize("given", [{}, INPUTS])
+def test_a_window_that_holds_the_text_is_no_window(hybrid, given, monkeypatch):
+    """No mask of all pairs is made for it."""
+    model = hybrid("gemma3", sliding_window=4096, layer_types=["sliding_attention"] * 4)
+    wanted = run(model, **(given or {"input_ids": IDS})).logits
+    monkeypatch.setattr("linattn.hf._calls.AskedMask._shown", None)
+    cache = BoundedCache(model, config=MergedKV(4, 64, None))
+    assert all(type(layer).__name__ == "BoundedLayer" for layer in cache.layers)
+    found = run(model, **(given or {"input_ids": IDS}), past_key_values=cache).logits
+    live = MASK if given else torch.ones_like(MASK)
+    torch.testing.assert_close(found[live], wanted[live], rtol=CLOSE, atol=CLOSE)
+
+
+def test_rows_are_chosen_where_every_layer_keeps_its_own_window(hybrid):
+    model = hybrid("gemma3", sliding_window=30, layer_types=["sliding_attention"] * 4)
+    caches = BoundedCache(model, 64), DynamicCache(config=model.config)
+    for cache in caches:
+        run(model, input_ids=IDS[:, :9], past_key_values=cache)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([5, 0, 2]))
+    found, wanted = (run(model, input_ids=IDS[:, 9:], past_key_values=cache).logits for cache in caches)
+    assert torch.equal(found, wanted)

@@ -8,7 +8,7 @@ from math import inf, nan
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 from architectures import ARCHITECTURES
@@ -205,3 +205,12 @@ def test_chunks_of_a_prompt_are_told_as_they_are_read(monkeypatch):
     next(stream)
     next(stream)
     assert told == [4, 8, 10]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize("kind", [PrefixTuningConfig, PromptTuningConfig])
+def test_tokens_that_an_adapter_puts_before_each_call_are_refused(kind):
+    """They would stand before every new token."""
+    model = get_peft_model(model_of("softmax llama"), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    with pytest.raises(ValueError, match=r"does not go on with a text from its tokens alone.*or call generate of one"):
+        stream_tokens(model, torch.tensor([[1, 2, 3]]))

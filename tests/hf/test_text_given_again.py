@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +57,79 @@ def test_a_cache_that_holds_a_whole_text_refuses_it(language_model, kind: str, m
     longer = torch.cat((IDS, IDS[:, :1]), 1)
     found, wanted = (model.generate(longer, **GREEDY, past_key_values=each) for each in (cache.fork(), empty()))
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma 3", "GPT BigCode"])
+@pytest.mark.parametrize("kind", ["states", "bounded"])
+def test_a_new_turn_alone_is_no_text_so_far(name: str, kind: str) -> None:
+    """However long beside what is held: generate cuts it to its last tokens, or to none, and nothing has run then."""
+    model = ARCHITECTURES[name].build().eval()
+    empty = made(model, kind)
+    cache, mask = empty(), torch.ones(2, 23, dtype=torch.long)
+    mask[1, :3] = 0
+    model(IDS[:, :23], attention_mask=mask, past_key_values=cache)
+    for length in (5, 12, 13, 20, 23):
+        for given in (None, mask[:, :length]):
+            with pytest.raises(ValueError, match=AGAIN):
+                model.generate(IDS.flip(1)[:, :length], attention_mask=given, **GREEDY, past_key_values=cache)
+    mask = torch.cat((mask, mask[:, -1:]), 1)
+    calls = ((IDS[:, 23:], cache), (IDS, empty()))
+    found, wanted = (model(x, attention_mask=mask, past_key_values=each).logits[:, -1] for x, each in calls)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["states", "bounded"])
+@pytest.mark.parametrize("name", ["Qwen 3 Next", "Granite hybrid", "Nemotron H", "before and after attention"])
+def test_recurrent_layers_that_ran_in_a_call_that_failed_are_noticed(name: str, kind: str) -> None:
+    """They change their states in place, and count no tokens."""
+    architecture = ARCHITECTURES.get(name, ARCHITECTURES["Qwen 3 Next"])
+    if name not in ARCHITECTURES:
+        layers = {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+        }
+        architecture = replace(architecture, options=architecture.options | layers)
+    model = architecture.build().eval()
+    empty = made(model, kind)
+    ids, cache = IDS[:1], empty()
+    model(ids[:, :10], past_key_values=cache)
+    fork = cache.fork()
+    wanted, refused = model(ids[:, :14], past_key_values=empty()).logits[:, 10:], 0
+    for part in [x for x in model.modules() if hasattr(x, "layer_idx") and list(x.parameters())]:
+        left, hook = fork.fork(), part.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 10:14], past_key_values=left)
+        hook.remove()
+        try:
+            found = model(ids[:, 10:14], past_key_values=left).logits
+        except RuntimeError as error:
+            assert "a call was left between two layers, by an error; go on from a fork" in str(error)  # noqa: PT017
+            refused += 1
+            left.reset()
+            found = model(ids[:, :14], past_key_values=left).logits[:, 10:]
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    # Before the first layer nothing has changed.
+    assert refused > 0
+    torch.testing.assert_close(model(ids[:, 10:14], past_key_values=cache).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+def interrupt(*_: object) -> None:
+    """A key pressed."""
+    raise KeyboardInterrupt
+
+
+@torch.no_grad()
+def test_a_cache_of_another_process_refuses_it_too(language_model) -> None:
+    """Where no cache was made of the model, its layers look at positions."""
+    model = language_model("llama")
+    fresh = deepcopy(model)
+    cache = BoundedCache(model, config=FEW)
+    model(IDS, past_key_values=cache)
+    fresh.set_attn_implementation("linattn")
+    assert not fresh._forward_pre_hooks
+    with pytest.raises(ValueError, match=AGAIN):
+        fresh.generate(IDS, **GREEDY, past_key_values=deepcopy(cache))
 
 
 def test_a_stream_of_a_linear_lm_refuses_a_text_that_it_holds() -> None:

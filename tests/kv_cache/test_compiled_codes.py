@@ -13,13 +13,26 @@ import torch
 from torch import Tensor
 
 from linattn.kv_cache import coded_tokens
-from linattn.kv_cache.coded_tokens import CodedRows, read_in_compiled_code
+from linattn.kv_cache.coded_tokens import CodedTokens, read_in_compiled_code
+from linattn.kv_cache.codes import Codes
+from linattn.kv_cache.frames import Frame, Frames
 from linattn.softmax.partial import Partial, combine
 
 pytest.importorskip("linattn_compiled")
 
 EPS = torch.finfo(torch.float32).eps
 KINDS = (1, 8, 16)
+
+
+class CodedRows(NamedTuple):
+    """Keys, or values, in few bits, and what they are relative to."""
+
+    code: Tensor
+    scale: Tensor
+    mean: Tensor
+    deviation: Tensor
+    order: Tensor
+    bits: Tensor
 
 
 class Case(NamedTuple):
@@ -102,7 +115,9 @@ def read(
     if beside is None:
         out = torch.zeros(*query.shape[:4], value.mean.shape[-1])
         beside = Partial(out, torch.full(query.shape[:4], -torch.inf))
-    return read_in_compiled_code(query, key, value, bias, levels(), 0.3, beside)
+    frames = Frames(Frame(*key[2:]), Frame(*value[2:]))
+    held = CodedTokens(Codes(*key[:2]), Codes(*value[:2]), bias, frames)
+    return read_in_compiled_code(query, held, levels(), 0.3, beside)
 
 
 def check(query: Tensor, key: CodedRows, value: CodedRows, bias: Tensor | None, got: Partial) -> None:

@@ -89,7 +89,6 @@ def test_a_form_without_a_map_is_merged_keys():
     assert method.map is None
     assert method.merged == MergedKV(320, 192, None, 0)
     assert not method.takes_features
-    assert not method.is_random
     with pytest.raises(ValueError, match=r"window 320 \+ merged 192 has no map, got num_features=8"):
         method.build_kernel(4, num_features=8, scale=0.5, seed=0)
     with pytest.raises(ValueError, match="has no map; give a method with one, as FavorPlus"):

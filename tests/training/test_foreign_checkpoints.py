@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpointing import ALONE, resume, save, seal, train_a_little, unchanged
+from checkpointing import ALONE, resume, save, seal, unchanged
 from linattn.training.checkpoints import Progress, WorkFolder
 from linattn.training.tensors import held, put
 
@@ -32,7 +32,7 @@ class Trap:
         return os.mkdir, (self.place,)
 
 
-@pytest.mark.parametrize("name", [".metadata", FILE, "progress.json", "digests.json"])
+@pytest.mark.parametrize("name", [FILE, "progress.json", "digests.json"])
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_pickle_in_any_place_runs_nothing(twice, trained, tmp_path, name, number):
     folder, place = twice
@@ -48,27 +48,9 @@ def test_a_pickle_in_any_place_runs_nothing(twice, trained, tmp_path, name, numb
         if is_kept:
             assert folder.last("transfer")[1].step == 1
         else:
-            with pytest.raises(ValueError, match=r"tensors\.safetensors|\.metadata|progress\.json|digests\.json"):
+            with pytest.raises(ValueError, match=r"tensors\.safetensors|progress\.json|digests\.json"):
                 resume(folder, trained)
     assert not trap.exists()
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_pickled_checkpoint_is_named_with_its_cure_and_stays(twice, number):
-    """As torch.distributed.checkpoint wrote them."""
-    folder, place = twice
-    old = place / f"step-0000000{number}"
-    (old / FILE).unlink()
-    (old / ".metadata").write_bytes(b"pickled")
-    (old / "__0_0.distcp").write_bytes(b"pickled")
-    seal(old)
-    words = f"{old} is of an earlier version of linattn, pickled .*neither read nor removed; finish the transfer with"
-    with pytest.raises(ValueError, match=f"{words} that version, or remove {place} to do the transfer anew"):
-        folder.last("transfer")
-    # Nor does a training that never looked remove it.
-    with pytest.raises(ValueError, match=words):
-        save(folder, train_a_little(), Progress(3, 1.0, 1.0, 1.0, 1.0), {})
-    assert (old / ".metadata").exists()
 
 
 def beside(checkpoint, name):

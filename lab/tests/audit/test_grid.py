@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from linattn.methods.method import parse_method
-from linattn_lab.audit.grid import FULL_METHODS, SHORT_METHODS, AuditGrid
+from linattn_lab.audit.grid import FULL_METHODS, SHORT_METHODS, AuditGrid, is_random
 
 
 @pytest.mark.parametrize("label", FULL_METHODS)
@@ -23,8 +23,8 @@ def test_fixed_maps_are_measured_once():
     found = [(c.method.label, c.num_features, c.draw) for c in wanted.configurations()]
     free = [method for method in methods if method.takes_features]
     fixed = [method for method in methods if not method.takes_features]
-    drawn = sum(3 if method.is_random else 1 for method in fixed)
-    assert all(method.is_random for method in free)
+    drawn = sum(3 if is_random(method.map) else 1 for method in fixed)
+    assert all(is_random(method.map) for method in free)
     assert len(found) == len(set(found)) == len(free) * 2 * 3 + drawn
     assert ("FavorPlus", 256, 2) in found
     assert ("Expansion(num_centres=16, order=2)", None, 0) in found

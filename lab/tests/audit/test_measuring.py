@@ -11,13 +11,13 @@ import torch
 from linattn.feature_maps import features
 from linattn.hf import capture, load
 from linattn.methods.method import parse_method
-from linattn.records.texts import Text
-from linattn_lab.audit.grid import AuditGrid
+from linattn_lab.audit.grid import AuditGrid, is_random
 from linattn_lab.audit.measuring import Audit
 from linattn_lab.audit.records import AUDIT, HeadRow, LengthsRow, ModelRow, RankRow, TimeRow
 from linattn_lab.built_methods import build
 from linattn_lab.costs import flops_per_token, state_numbers
 from linattn_lab.report.audit.summary import summarise_audit
+from linattn_lab.texts import Text
 
 # A process audits each model once.
 pytestmark = pytest.mark.xdist_group("audits of heads")
@@ -67,7 +67,7 @@ def test_rows_are_complete(audited, folder, family, causal):
         (label, width, draw)
         for label in LABELS
         for width in ((8, 16) if parse_method(label).takes_features else (OWN_WIDTH.get(label, 8),))
-        for draw in range(2 if parse_method(label).is_random else 1)
+        for draw in range(2 if is_random(parse_method(label).map) else 1)
     }
     models = [row for row in rows if isinstance(row, ModelRow)]
     assert [row.map for row in models[:2]] == ["exact", "uniform"]
@@ -117,7 +117,7 @@ def test_errors_are_those_of_the_quadratic_definition(audited, family, label):
     calls = capture(loaded, audit._whole._inputs).calls
     first = audit.header.first_measured
     spec = parse_method(label).map
-    draw = 1 if spec.is_random else 0
+    draw = 1 if is_random(spec) else 0
     for row in rows:
         if not isinstance(row, HeadRow) or (row.map, row.draw) != (label, draw) or row.features == 16:
             continue
@@ -146,7 +146,7 @@ def test_errors_are_those_of_the_quadratic_definition(audited, family, label):
         if "Balanced" in spec.wrappers:
             matrix = feature_map.inner.transform
             q, k = q @ matrix.repeat_interleave(group, 0).mT, k @ torch.linalg.inv(matrix)
-        if spec.is_random:
+        if is_random(spec):
             sums = (q[:, first:].unsqueeze(2) + k.repeat_interleave(group, 0).unsqueeze(1)).square().sum(-1)
             visible = ~future[first:] if call.is_causal else torch.ones_like(sums[0], dtype=torch.bool)
             assert row.sum_square == pytest.approx(float(call.scale * sums[row.head][visible].mean()), rel=1e-6)

@@ -7,11 +7,11 @@ import torch
 
 from linattn.hf import AttentionCall, load
 from linattn.methods.method import parse_method
-from linattn.records.texts import Text
 from linattn_lab.audit import paying
 from linattn_lab.audit.grid import AuditGrid
 from linattn_lab.audit.measuring import Audit
 from linattn_lab.audit.records import HeadRow, LengthsRow, TimeRow
+from linattn_lab.texts import Text
 
 
 @pytest.fixture

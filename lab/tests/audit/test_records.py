@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from linattn.records.atomic import atomic_file
-from linattn.records.texts import Text, read_text
 from linattn_lab.audit.records import AUDIT, Header, HeadRow, ModelRow, RankRow
+from linattn_lab.texts import Text
 
 HEADER = Header({"torch": "2"}, "m", "M", False, 1, 1, 2, 2, "t", "0", 8, 0, 8, ["Relu"], [64], 1, 0)
 HEAD = HeadRow(0, 0, "Relu", 2, 0, None, 0.1, 0.7, 0.2, 0.6, None, 0.3, 1.0, 1.5, 4.0, 0.9, None, 6, 20)
@@ -91,27 +91,27 @@ def test_a_second_header(tmp_path):
 
 
 def test_built_in_text_is_long_prose():
-    text = read_text()
+    text = Text.read()
     assert text.source == "pydoc topics"
     words = text.content.split()
     assert len(words) > 20_000
     # Prose: of the first thousand words nine in ten are letters with at most punctuation around them.
     assert sum(word.strip(".,;:()[]*“”‘’\"'").isalpha() for word in words[:1000]) > 850
-    assert text.sha256 == read_text().sha256
+    assert text.sha256 == Text.read().sha256
 
 
 def test_text_files(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("naïve\n", encoding="utf-8")
-    assert read_text(path).content == "naïve\n"
+    assert Text.read(path).content == "naïve\n"
     # A mark that some programs put before UTF-8 is no part of a text.
     path.write_bytes("\ufeffnaïve\r\n".encode())
-    assert read_text(path) == Text(str(path), "naïve\n")
+    assert Text.read(path) == Text(str(path), "naïve\n")
     with pytest.raises(FileNotFoundError, match="there is no text file"):
-        read_text(tmp_path / "b.txt")
+        Text.read(tmp_path / "b.txt")
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="is not a text in UTF-8"):
-        read_text(path)
+        Text.read(path)
     path.write_text(" \n")
     with pytest.raises(ValueError, match="holds no text"):
-        read_text(path)
+        Text.read(path)

@@ -9,13 +9,13 @@ import torch
 
 from linattn.hf import capture, load
 from linattn.methods.method import parse_method
-from linattn.records.texts import Text
 from linattn_lab.audit.grid import AuditGrid
 from linattn_lab.audit.measuring import Audit
 from linattn_lab.audit.records import AUDIT, HeadRow, WeightsRow
 from linattn_lab.audit.weights import CELLS, LETTERS, STEPS, explored_heads, few_queries, weights_row
 from linattn_lab.report.audit.explorer import explorer
 from linattn_lab.report.audit.summary import summarise_audit
+from linattn_lab.texts import Text
 
 
 def read(text, cells=CELLS):

@@ -12,6 +12,7 @@ from linattn_lab.kv_audit.measuring import MemoryAudit
 from linattn_lab.kv_audit.names import BOUNDED, FACTS, FULL, UNIFORM
 from linattn_lab.kv_audit.passage_figures import NUM_WRITTEN
 from linattn_lab.kv_audit.records import PassageRow, TaskRow
+from linattn_lab.texts import Text
 
 # 230 MB under terms of their own, which nobody is to accept by running the tests.
 pytestmark = pytest.mark.lm
@@ -24,7 +25,7 @@ def gemma():
 
 def test_a_bounded_cache_is_between_both_baselines(gemma):
     audit = MemoryAudit(
-        gemma, {"prose": read_text()}, [64], lengths=[600], kinds=(BOUNDED,), tasks=(FACTS,), num_facts=2
+        gemma, {"prose": Text.read()}, [64], lengths=[600], kinds=(BOUNDED,), tasks=(FACTS,), num_facts=2
     )
     assert audit.header.layers == [5, 11, 17]
     assert (audit.header.num_exact, audit.header.head_dim) == (15, 256)
@@ -43,7 +44,7 @@ def test_a_bounded_cache_is_between_both_baselines(gemma):
 
 
 def test_greedy_text_is_the_teacher_forced_choice(gemma):
-    prompt = torch.tensor([gemma.tokenizer(read_text().content)["input_ids"][:120]])
+    prompt = torch.tensor([gemma.tokenizer(read_text())["input_ids"][:120]])
     stream = stream_tokens(gemma.model, prompt, temperature=0, cache=BoundedCache(gemma.model, 200))
     written = torch.cat([next(stream) for _ in range(12)], 1)
     whole, cache = torch.cat((prompt, written), 1), BoundedCache(gemma.model, 200)

@@ -11,7 +11,6 @@ import torch
 from linattn.hf import BoundedCache, intercept, new_cache
 from linattn.kv_cache import MergedKV
 from linattn.kv_cache.budget import Sizes, kept_bytes
-from linattn.records.texts import Text
 from linattn_lab.kv_audit import passage_figures, reading
 from linattn_lab.kv_audit.measuring import MemoryAudit
 from linattn_lab.kv_audit.methods import KINDS, Bounded, exact_window, largest, methods
@@ -19,6 +18,7 @@ from linattn_lab.kv_audit.names import BOUNDED, FACTS, FULL, UNIFORM
 from linattn_lab.kv_audit.passages import TokenText
 from linattn_lab.kv_audit.reading import read
 from linattn_lab.kv_audit.records import MEMORY, PassageRow, TaskRow, key_of
+from linattn_lab.texts import Text
 from ranks import NUM_RANKS
 from split_work import memory_audited
 

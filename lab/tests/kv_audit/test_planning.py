@@ -14,13 +14,13 @@ from linattn.hf import intercept
 from linattn.kv_cache import MergedKV
 from linattn.kv_cache.budget import Sizes, kept_bytes
 from linattn.kv_cache.layer_plans import PLAIN, read_memory_plans, write_memory_plans
-from linattn.records.texts import Text
 from linattn_lab.kv_audit.measuring import MemoryAudit
 from linattn_lab.kv_audit.methods import Bounded
 from linattn_lab.kv_audit.names import BOUNDED, PLANNED
 from linattn_lab.kv_audit.planning import CANDIDATES, attended, is_of, kept_by, plan_memory
 from linattn_lab.kv_audit.plans import Choice
 from linattn_lab.kv_audit.records import PassageRow
+from linattn_lab.texts import Text
 
 pytestmark = pytest.mark.usefixtures("unprofiled")
 

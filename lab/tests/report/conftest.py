@@ -6,7 +6,6 @@ import pytest
 
 from linattn.hf import load
 from linattn.methods.method import parse_method
-from linattn.records.texts import Text
 from linattn_lab.audit.grid import AuditGrid
 from linattn_lab.audit.measuring import Audit
 from linattn_lab.audit.records import AUDIT
@@ -18,6 +17,7 @@ from linattn_lab.experiments.records import CLAIMS
 from linattn_lab.experiments.reproduction import Reproduction
 from linattn_lab.kv_audit.names import BOUNDED, FULL, UNIFORM
 from linattn_lab.kv_audit.records import MEMORY
+from linattn_lab.texts import Text
 from memory_rows import MEMORY_HEADER, memory_facts, memory_passage
 from trials import Trial
 

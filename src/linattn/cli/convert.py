@@ -77,7 +77,7 @@ def convert(
         adapter_rank=adapter_rank,
         batch_size=batch_size,
         seed=seed,
-        texts=tuple(read_text(file).content for file in (text or (None,))),
+        texts=tuple(read_text(file) for file in (text or (None,))),
     )
     from linattn.cli.conversion import conversion
 

@@ -72,18 +72,6 @@ class Wrapper(FittedMap):
         phi = self.inner.key(moved)
         return phi if log_weight is None or not self.exponential else phi + log_weight
 
-    def write_query(self, x: Tensor, out: Tensor) -> Tensor:
-        """`query` written into `out`."""
-        moved, log_weight = self._moved_query(x)
-        phi = self.inner.write_query(moved, out)
-        return phi if log_weight is None or not self.exponential else phi.add_(log_weight)
-
-    def write_key(self, x: Tensor, out: Tensor) -> Tensor:
-        """`key` written into `out`."""
-        moved, log_weight = self._moved_key(x)
-        phi = self.inner.write_key(moved, out)
-        return phi if log_weight is None or not self.exponential else phi.add_(log_weight)
-
     def write_query_powers(self, x: Tensor, out: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
         """The inner map's, with the weight among the rows."""
         moved, log_weight = self._moved_query(x)

@@ -17,7 +17,7 @@ from transformers import Cache as Cache
 from transformers import PreTrainedModel as PreTrainedModel
 
 from linattn.hf._bounded_layers import BoundedLayer as BoundedLayer
-from linattn.hf._cache_layers import cache_bytes as cache_bytes
+from linattn.hf._text_caches import cache_bytes as cache_bytes
 from linattn.hf.bounded_cache import BoundedCache as BoundedCache
 from linattn.hf.bounded_cache import BoundedLayerReport as BoundedLayerReport
 from linattn.hf.byte_tokenizer import ByteTokenizer as ByteTokenizer

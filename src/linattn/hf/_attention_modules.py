@@ -4,7 +4,7 @@ import gc
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -152,7 +152,8 @@ class Implementation(str):
 
 def put_before(model: PreTrainedModel, name: str) -> None:
     """Make a probed model attend by a registered function that hands calls on to the implementation it has."""
-    for config in _configs(model):
+    idle = idle_configs(model, {part.module for part in attention_modules(model) if part.cache_place is not None})
+    for config in (each for each in _configs(model) if id(each) not in idle):
         # In one step: another thread may be calling the model.
         if (former := config._attn_implementation) != name:
             (implementation := Implementation(name)).former = former
@@ -264,6 +265,12 @@ def unmark(model: PreTrainedModel) -> None:
         if vars(config).get(_WRITTEN) == MARK:
             delattr(config, _WRITTEN)
         vars(config).pop(_LINEARIZED, None)
+
+
+def idle_configs(model: PreTrainedModel, modules: Collection[nn.Module]) -> set[int]:
+    """Identities of configurations of parts without these modules, as towers for sounds, which read their own masks."""
+    holds = {part: any(module in modules for module in part.modules()) for part in parts_of(model)}
+    return {id(part.config) for part in holds if not holds[part]} - {id(part.config) for part in holds if holds[part]}
 
 
 def parts_of(model: PreTrainedModel) -> list[PreTrainedModel]:

@@ -43,12 +43,7 @@ _SHOWN = frozenset({Tensor.size, Tensor.dim, *(getattr(Tensor, name).__get__ for
 
 
 class BoundedLayer(RecordingLayer[MergedState]):
-    """One layer of a `BoundedCache`: the latest keys and values, and merged ones of all before.
-
-    Attributes:
-        module_name: qualified name of the attention module it serves.
-        config: the window and the merged keys.
-    """
+    """One layer of a `BoundedCache`: the latest keys and values, and merged ones of all before."""
 
     def __init__(self, module_name: str, config: MergedKV, sizes: Sizes | None = None) -> None:
         super().__init__(module_name)

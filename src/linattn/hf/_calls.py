@@ -148,12 +148,12 @@ class AskedMask:
             key_mask = None
         if self.is_plain:
             return PlainMask(key_mask, is_causal=self.function is causal_mask_function)
-        if torch.compiler.is_exporting():
-            # Sizes alone can be read: a window that holds all keys is none.
-            if self.local_size is not None and num_keys < self.local_size:
-                for skips, is_causal in (("allow_is_causal_skip", True), ("allow_is_bidirectional_skip", False)):
-                    if self.options.get(skips):
-                        return PlainMask(key_mask, is_causal=is_causal)
+        # A window that holds all keys is none.
+        if self.local_size is not None and num_keys < self.local_size:
+            for skips, is_causal in (("allow_is_causal_skip", True), ("allow_is_bidirectional_skip", False)):
+                if self.options.get(skips):
+                    return PlainMask(key_mask, is_causal=is_causal)
+        if torch.compiler.is_exporting():  # sizes alone can be read
             return (
                 "a mask that torch.export, which knows sizes alone, cannot read (give the model an attention_mask: a "
                 "text is then not looked at for packed sequences)"
@@ -314,7 +314,8 @@ def refuse_again(name: str, num_held: int, mask: object = None) -> None:
         raise ValueError(
             f"{name} would take a text in again beside a cache of {num_held} tokens: generate gives it the whole text "
             "again with use_cache=False (pass use_cache=True; model.generation_config has it too), by prompt lookup or "
-            "assistants from a cache that is not empty, and where the cache holds all of it; give a new cache then"
+            "assistants from a cache that is not empty, and where a prompt is no longer than what the cache holds; "
+            "give the whole text so far, with new tokens at its end, or a new cache"
         )
 
 

@@ -37,27 +37,20 @@ def merged_alone(model: PreTrainedModel, layers: Collection[int] | None, methods
     return configs[0] if merges else None
 
 
-def refuse_merged_decoder(model: PreTrainedModel, part: AttentionModule, config: MergedKV | None) -> None:
-    """Refuse merged keys in a causal layer, with the two lines to write instead."""
+def refuse_merged_decoder(
+    model: PreTrainedModel, part: AttentionModule, config: MergedKV | None, folder: Path | None = None
+) -> None:
+    """Refuse merged keys in a causal layer, of a folder perhaps, with the lines to write instead."""
     if part.is_causal and config is not None:
-        call = "model.generate" if model.can_generate() else "model"
+        call, loading = "model.generate" if model.can_generate() else "model", ""
+        if folder is not None:  # its weights are a softmax model's
+            source = f"transformers.{type(model).__name__}.from_pretrained({str(folder)!r}"
+            loading = f'    model = {source}, attn_implementation="sdpa")\n'
         raise ValueError(
             f"{part.name} of {type(model).__name__} is causal, and linearize_ merges keys of encoders alone; leave the "
             "model as it is, and bound its KV cache:\n"
-            f"    cache = {_bounded_cache(model, config)}\n"
+            f"{loading}    cache = {_bounded_cache(model, config)}\n"
             f"    {call}(**inputs, past_key_values=cache)"
-        )
-
-
-def refuse_old_decoder(model: PreTrainedModel, part: AttentionModule, merged: MergedKV | None, path: Path) -> None:
-    """Refuse a folder whose causal layer has merged keys, as earlier versions converted decoders."""
-    if part.is_causal and merged is not None:
-        source = f'transformers.{type(model).__name__}.from_pretrained({str(path)!r}, attn_implementation="sdpa")'
-        raise ValueError(
-            f"{path} holds a decoder whose {part.name} attends by {merged.label}, as earlier versions "
-            "converted it; its weights are those of a softmax model, whose KV cache is bounded now; write\n"
-            f"    model = {source}\n"
-            f"    cache = {_bounded_cache(model, merged)}"
         )
 
 
@@ -168,7 +161,6 @@ class CachedLayer:
     num_key_heads: int  # how many heads of them
     window: int | None  # width of its sliding window, or None
     reason: str | None  # why its keys and values stay exact; None where they can be bounded
-    is_numbered: bool  # whether it is told the positions of its tokens
 
 
 # Of each model, by its dtype and layers as it was probed: a request's cache is made without a pass.
@@ -205,8 +197,7 @@ def _probed(model: PreTrainedModel) -> Iterator[CachedLayer]:
                 call = probe_of.calls[part.module][0]
                 heads, groups = call.key.shape[1], max(call.query.shape[1] // call.key.shape[1], 1)
                 sizes = Sizes(call.query.shape[-1], call.value.shape[-1], call.key.element_size(), groups)
-            told = all(call.options.get("position_ids") is not None for call in probe_of.calls.get(part.module, ()))
-            yield CachedLayer(part.number, part.name, part.cache_place, sizes, heads, part.window, reason, told)
+            yield CachedLayer(part.number, part.name, part.cache_place, sizes, heads, part.window, reason)
 
 
 def _reason(part: AttentionModule, probed: Probe) -> str | None:

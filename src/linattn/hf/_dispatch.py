@@ -8,7 +8,16 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from linattn.hf._attention_modules import attributes_beside, former_of, mark, parts_of, restore, switch_to, unmark
+from linattn.hf._attention_modules import (
+    attributes_beside,
+    former_of,
+    idle_configs,
+    mark,
+    parts_of,
+    restore,
+    switch_to,
+    unmark,
+)
 from linattn.hf._bounded_layers import HandedKeys
 from linattn.hf._calls import AnyMask, AskedMask, InterfaceCall, ask_mask, by_token, refuse_weights
 from linattn.hf._folders import save_linearized
@@ -71,6 +80,8 @@ def install(model: PreTrainedModel, attentions: Sequence[Attending]) -> None:
     # Nothing is changed before everything is built, and the switch undoes itself where a model refuses it.
     former = switch_to(model, NAME)
     formers = {id(config): name for config, name in former}
+    idle = idle_configs(model, {part.module for part, _ in attentions})
+    restore(tuple(each for each in former if id(each[0]) in idle))
     # A model that is built of such a configuration later has none of these names, and is refused.
     for attributes in attributes_beside(model):
         attributes[_FORMER] = formers.get(id(attributes.get("config")), formers[id(model.config)])
@@ -79,7 +90,7 @@ def install(model: PreTrainedModel, attentions: Sequence[Attending]) -> None:
     stateful = [part.module for part, _ in attentions if part.cache_place is not None]
     hooks = [module.register_forward_pre_hook(_offer, with_kwargs=True) for module in stateful]
     hooks += [module.register_forward_hook(_settle, with_kwargs=True) for module in stateful]
-    for each in parts_of(model):
+    for each in (part for part in parts_of(model) if id(part.config) not in idle):
         names = list(inspect.signature(each.forward).parameters)
         checks = refuse_weights, refuse_text_again, partial(_check_call, names)
         hooks += [each.register_forward_pre_hook(check, with_kwargs=True) for check in checks]

@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 
 from linattn.hf._attention_modules import attention_modules, parts_of, put_before, unwrapped
 from linattn.hf._bounded_layers import BoundedLayer
-from linattn.hf._cache_layers import TextCache
 from linattn.hf._calls import CachedTokens
 from linattn.hf._choosing import CachedLayer, cached_layers, refuse_intercepted
 from linattn.hf._dispatch import NAME
+from linattn.hf._text_caches import TextCache
 from linattn.hf.interception import SWITCHING
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.layer_attention import attention_of
@@ -22,6 +22,10 @@ from linattn.kv_cache.config import Bits
 from linattn.kv_cache.layer_plans import PLAIN, read_memory_plans
 
 _BUDGET = 512
+_PREFIXED = (
+    "the model is tuned by a prefix of keys, in a cache of its own that takes the place of the one that it is given; "
+    "make the cache of model.get_base_model() and generate with that, or leave the BoundedCache out"
+)
 # Tokens of a text as long as any.
 _ANY_LENGTH = 2**62
 
@@ -82,8 +86,6 @@ class BoundedCache(TextCache):
     `crop` needs `activate_past_recording`, which assisted generation and prompt lookup call by themselves; a layer then
     holds two states, and queries, keys and values of up to 512 of the last tokens, or of two wider windows, besides. An
     encoder-decoder takes it for its self-attention, `EncoderDecoderStates(BoundedCache(model), DynamicCache())`.
-    Encoder-decoders, and models that tell their layers no positions, get a forward pre-hook that refuses a text given a
-    second time.
 
     Cost: five passes of a few tokens for the first cache of a model. A step takes O(window + num_merged) per head.
 
@@ -151,9 +153,7 @@ class BoundedCache(TextCache):
         with SWITCHING:
             refuse_intercepted(model)
             put_before(model, NAME)
-            # Layers that are told no positions cannot see that a text comes again.
-            is_blind = model.config.is_encoder_decoder or not all(layer.is_numbered for layer in bounded)
-            for part in parts_of(model) if is_blind else ():
+            for part in parts_of(model):
                 if refuse_text_again not in part._forward_pre_hooks.values():
                     part.register_forward_pre_hook(refuse_text_again, with_kwargs=True)
 
@@ -169,6 +169,11 @@ class BoundedCache(TextCache):
 
     # Outside graphs: their symbols for numbers become none of a class of ours.
     get_mask_sizes = torch.compiler.disable(_mask_sizes)
+
+    @property
+    def max_cache_len(self) -> int:
+        """Asked by PEFT's tuning by prefixes alone, which puts another cache in this one's place: refused."""
+        raise ValueError(_PREFIXED)
 
     def refuse_plain_keys(self, module: torch.nn.Module) -> None:
         """Refuse to attend to new keys alone where a bounded layer should have had them."""
@@ -202,10 +207,7 @@ def _check_model(model: PreTrainedModel, wrapper: object) -> None:
     kind = type(model).__name__
     # Of PEFT, which puts a cache of its own in the place of one that is passed.
     if getattr(getattr(wrapper, "active_peft_config", None), "peft_type", None) in ("PREFIX_TUNING", "CARTRIDGE"):
-        raise ValueError(
-            f"{type(wrapper).__name__} is tuned by a prefix of keys, in a cache of its own that takes the place of the "
-            "one that it is given; pass model.get_base_model(), or generate without a BoundedCache"
-        )
+        raise ValueError(_PREFIXED)
     if any(part.cache_place is not None and attention_of(part.module) for part in attention_modules(model)):
         raise ValueError(f"{kind} is linearized, and keeps states in a StateCache; leave the budget out")
     if isinstance(model, LinearLMForCausalLM):

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import linattn
 from linattn.hf import _model_records
 from linattn.hf._attention_modules import AttentionModule, attention_modules, unwrapped
-from linattn.hf._choosing import refuse_old_decoder
+from linattn.hf._choosing import refuse_merged_decoder
 from linattn.hf._dispatch import install
 from linattn.hf._folders import bring_back, softmax_model, write_files
 from linattn.hf._model_records import RECORD, REMEDY, LayerRecord, ModelRecord, rebuild_attention
@@ -101,7 +101,7 @@ def from_pretrained(folder: str | os.PathLike[str]) -> PreTrainedModel:
     model = softmax_model(path, record)
     attentions = [(part, _attention(part, layer, path, tensors)) for part, layer in _pairs(model, record, path)]
     for part, attention in attentions:
-        refuse_old_decoder(model, part, attention.merged, path)
+        refuse_merged_decoder(model, part, attention.merged, path)
         try_out(part, attention, attention.summary)
     bring_back(model, tensors, path)
     install(model, attentions)

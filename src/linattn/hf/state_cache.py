@@ -9,8 +9,9 @@ from transformers.cache_utils import DynamicLayer
 
 from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
-from linattn.hf._cache_layers import ForkedCache, Kernel, RecordingLayer, StatefulLayer, TextCache, cache_bytes, forked
+from linattn.hf._cache_layers import Kernel, RecordingLayer, StatefulLayer
 from linattn.hf._calls import InterfaceCall, refuse_again, surely_all
+from linattn.hf._text_caches import ForkedCache, TextCache, cache_bytes, forked
 from linattn.hf.layer_attention import attention_of
 from linattn.nn import Stream
 
@@ -76,10 +77,6 @@ class StateLayer(RecordingLayer[State]):
     transformers' attention modules give a cache their new keys and values and attend to what `update` returns: the new
     ones alone, which the attention function then gives to `attend`, with the queries. A module that does not would
     attend to the new tokens only: `expect`, called before the module runs, and `settle`, after, make that an error.
-
-    Attributes:
-        module_name: qualified name of the attention module it serves.
-        state: a `linattn.State`; None before the first token.
     """
 
     _is_expected = False
@@ -204,16 +201,23 @@ class EncoderDecoderStates(EncoderDecoderCache):
 
 
 def refuse_text_again(part: Any, args: Any, options: dict[str, Any]) -> None:
-    """Forward pre-hook of models that tell attention no positions, as encoder-decoders: no text again by a cache."""
+    """Forward pre-hook of a model, before any of its layers has run: no text again by a cache."""
     caches: Any = options.get("past_key_values")
     cache: Any = getattr(caches, "self_attention_cache", caches)
     if not isinstance(cache, TextCache):
         return
     places, count, name = options.get("position_ids"), cache.get_seq_length(), type(part).__name__
-    if options.get("use_cache") is False and (count or cache is not caches):
+    given = [options.get("input_ids"), options.get("inputs_embeds")] if cache is caches else []
+    number = next((x.shape[1] for x in given if x is not None), 1)
+    # A prompt that is shorter than what is held is cut to nothing, or to its last tokens.
+    if (options.get("use_cache") is False and (count or cache is not caches)) or (count and number == 0):
         refuse_again(name, count)
-    if count and places is not None and places.shape[-1] > 1 and surely_all(places[..., 0] == 0):
-        refuse_again(name, count, options.get("attention_mask"))
+    if count and places is not None and places.ndim == 2 and places.shape[1]:
+        mask = options.get("attention_mask")
+        is_told = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > count
+        if surely_all(places[:, 0] < (count if mask is None or not is_told else mask[:, :count].sum(-1))):
+            refuse_again(name, count, mask)
+    cache.check_positions(count, number, places)
     outputs = options.get("encoder_outputs")
     source = options.get("encoder_hidden_states") if outputs is None else outputs[0]
     first = [] if cache is caches else caches.cross_attention_cache.layers[:1]

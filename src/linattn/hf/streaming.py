@@ -15,6 +15,7 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 from linattn.hf._attention_modules import attention_modules, inner_model
 from linattn.hf._model_records import RECORD
 from linattn.hf._probing import on_device
+from linattn.hf._text_caches import is_switched
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.layer_attention import attention_of
 from linattn.hf.loading import LoadedModel, find_source, load
@@ -87,7 +88,9 @@ def stream_tokens(
     def tokens() -> Iterator[Tensor]:
         """The draws, none before the first is asked for."""
         logits, num_read = prompt.new_empty(0), 0
-        for chunk in on_device({"input_ids": prompt}, model)["input_ids"].split(_CHUNK, 1):
+        # Frequencies of positions follow from the length of a call.
+        size = prompt.shape[1] if is_switched(model) else _CHUNK
+        for chunk in on_device({"input_ids": prompt}, model)["input_ids"].split(size, 1):
             logits = _step(model, chunk, text)
             num_read += chunk.shape[1]
             if notify is not None:
@@ -121,9 +124,11 @@ def _check(model: PreTrainedModel, prompt: Tensor, temperature: float, top_p: fl
     if model.training:
         raise ValueError(f"{type(model).__name__} is in training mode; call model.eval() first")
     kind = type(inner_model(model))
+    # PEFT puts learned tokens before those of each call.
+    is_prompted = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
     # A model may swallow keywords that it does not know, and read each token without those before.
     swallows = "past_key_values" not in inspect.signature(kind.forward).parameters
-    if swallows or model.config.is_encoder_decoder or not model.can_generate():
+    if swallows or is_prompted or model.config.is_encoder_decoder or not model.can_generate():
         raise ValueError(
             f"{kind.__name__} does not go on with a text from its tokens alone; give a causal language model that "
             "takes past_key_values, or call generate of one that reads another text first or has another cache"

@@ -64,10 +64,8 @@ def check_budget(budget: int) -> None:
         raise ValueError(f"budget must be from 1 to {_MOST} keys, got {budget!r}")
 
 
-def within_budget(
-    budget: int, sizes: Sizes, bits: Bits | None = BITS_BY_DEFAULT, near: float | None = None, recall: Recall = "near"
-) -> MergedKV:
-    """`MergedKV.within`, for a layer of these sizes; the window takes the share `near`, None for what is best."""
+def within_budget(budget: int, sizes: Sizes, bits: Bits | None = BITS_BY_DEFAULT, recall: Recall = "near") -> MergedKV:
+    """`MergedKV.within`, for a layer of these sizes."""
     check_budget(budget)
     wanted = (sizes.head_dim, 1), (sizes.num_groups, 1), (sizes.value_dim, 0)
     if any(type(number) is not int or number < least for number, least in wanted):
@@ -78,17 +76,16 @@ def within_budget(
     num_bytes, tiered = budget * sizes.key_bytes, min(max(_TIERED_SHARE, _TOKENS / budget), 2 * _TIERED_SHARE)
     if recall != "near":
         # The default stands for bits that are left out.
-        for name, value, default in (("bits", bits, BITS_BY_DEFAULT), ("near", near, None)):
-            if value != default:
-                raise ValueError(f"{name} must be left out beside recall={recall!r}, which has its own, got {value!r}")
+        if bits != BITS_BY_DEFAULT:
+            raise ValueError(f"bits must be left out beside recall={recall!r}, which has its own, got {bits!r}")
         return within_bytes(num_bytes, sizes, tiered, BITS_BY_DEFAULT, _RECALL_TIERS[recall])
     if bits is None:
-        return within_bytes(num_bytes, sizes, min(_WINDOW / budget, _SHARE) if near is None else near, bits, ())
+        return within_bytes(num_bytes, sizes, min(_WINDOW / budget, _SHARE), bits, ())
     of_key, of_value = bits if isinstance(bits, tuple) else (bits, bits)
     finer = min(of_key + _FINER, MOST_BITS), min(of_value + _FINER, MOST_BITS)
     # One tier where no bits are finer.
     tiers = ((_NEWEST + _NEXT, bits),) if finer == (of_key, of_value) else ((_NEWEST, finer), (_NEXT, bits))
-    return within_bytes(num_bytes, sizes, tiered if near is None else near, bits, tiers)
+    return within_bytes(num_bytes, sizes, tiered, bits, tiers)
 
 
 def within_bytes(

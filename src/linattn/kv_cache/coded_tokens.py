@@ -25,17 +25,6 @@ _WIDEST = 16
 _MANY, _DECODED = 2**21, 4
 
 
-class CodedRows(NamedTuple):
-    """Keys, or values, in few bits, and what they are relative to."""
-
-    code: Tensor  # (B, H, n, bytes) uint8
-    scale: Tensor  # (B, H, n) float16
-    mean: Tensor  # (B, H, 1, ·) float32
-    deviation: Tensor  # as the mean
-    order: Tensor  # (B, H, P) int16, of coordinates
-    bits: Tensor  # (B, H, N) uint8
-
-
 class CodedTokens(NamedTuple):
     """Keys and values as codes relative to frames, and the biases on their logits (B, H, n)."""
 
@@ -95,11 +84,6 @@ class CodedTokens(NamedTuple):
         out = self.frames.value.outside(out.flatten(2, 3)).unflatten(2, groups)
         return Partial(out, log + scoring.scale * lacking)
 
-    @property
-    def rows(self) -> tuple[CodedRows, CodedRows]:
-        """Keys and values with their frames, as compiled code reads them."""
-        return CodedRows(*self.key, *self.frames.key), CodedRows(*self.value, *self.frames.value)
-
     def leaves(self) -> list[Tensor]:
         """The tensors, in order."""
         return [*self.key, *self.value, *self.frames.key, *self.frames.value, self.bias]
@@ -114,9 +98,7 @@ class CodedTokens(NamedTuple):
 
 def read_in_compiled_code(
     query: Tensor,  # (B, H, G, Lq, D) float32
-    key: CodedRows,
-    value: CodedRows,
-    bias: Tensor,  # (B, H, n)
+    held: CodedTokens,
     levels: Tensor,  # (511,), of 0, 1, … 8 bits one after the other
     scale: float,
     beside: Partial,
@@ -125,11 +107,12 @@ def read_in_compiled_code(
     # Imported here: a wheel of its own, which most do not have.
     from linattn_compiled import read_codes
 
-    (batch, heads, groups, length, head_dim), value_dim = query.shape, value.mean.shape[-1]
+    key, value, bias, frames = held
+    (batch, heads, groups, length, head_dim), value_dim = query.shape, frames.value.mean.shape[-1]
     out, log = (x.contiguous() for x in beside)
-    pairs = (x for pair in zip(key, value, strict=True) for x in pair)
+    pairs = (x for pair in zip((*key, *frames.key), (*value, *frames.value), strict=True) for x in pair)
     tensors = [*(x.contiguous() for x in (query, *pairs, bias)), levels, out, log]
-    number, sizes = key.scale.shape[2], [(x.order.shape[-1], x.bits.shape[-1]) for x in (key, value)]
+    number, sizes = key.scale.shape[2], [(x.order.shape[-1], x.bits.shape[-1]) for x in frames]
     work = batch * heads * number * (groups * length + _DECODED) * sum(size for size, _ in sizes)
     read_codes(
         *(x.data_ptr() for x in tensors),

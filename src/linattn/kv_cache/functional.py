@@ -21,8 +21,8 @@ from linattn.kv_cache.stream import attend_causal_merging
 from linattn.softmax.checking import KeyWeights, Qkv, check_soft_cap, checked, refuse_sdpa_options
 from linattn.softmax.partial import Attended, AttendedPartial, Partial
 from linattn.softmax.precision import outside_autocast
-from linattn.softmax.row_groups import Streamed, turned
-from linattn.softmax.tracing import has_values, outside_inference
+from linattn.softmax.row_groups import Streamed
+from linattn.softmax.tracing import outside_inference
 from linattn.softmax.weighted import Reading, Scoring, attend_to_all
 
 BACKENDS = ("auto", "torch", "compiled")
@@ -227,20 +227,11 @@ class _GroupedTokens(NamedTuple):
 
 
 def _rows(tokens: _GroupedTokens, config: MergedKV, *, with_log: bool, backend: str) -> Reading:
-    """Rows of whole texts; where a mask has no values to look at, causal ones are turned by what it will hold."""
+    """Rows of whole texts."""
+    if tokens.is_causal:
+        return _continued(tokens, None, config, with_log=with_log, backend=backend, is_stream=False)[0]
     with outside_autocast(tokens.query.device):
-        if not tokens.is_causal:
-            return attend_all_merging(*tokens[:4], config, tokens.scoring, with_log=with_log, backend=backend)
-        has_all_queries = tokens.query.shape[3] == tokens.key.shape[2]
-        if tokens.bias is None or has_values(tokens.bias) or not has_all_queries:
-            return _continued(tokens, None, config, with_log=with_log, backend=backend, is_stream=False)[0]
-
-        def attend(call: _GroupedTokens) -> Reading:
-            """Rows that begin with their first live token."""
-            before = MergedKeys.empty(config, call.key, call.value)
-            return attend_causal_merging(*call[:4], before, call.scoring, with_log=with_log, backend=backend)[0]
-
-        return Reading(*turned(tokens, attend))
+        return attend_all_merging(*tokens[:4], config, tokens.scoring, with_log=with_log, backend=backend)
 
 
 def _continued(
@@ -278,8 +269,8 @@ def _begun(
         return grouped, None
     if not isinstance(state, MergedState):
         raise TypeError(f"state must be a linattn.MergedState or None, got {type(state).__name__}")
-    check_continues(state.keys, grouped.key, grouped.value, config)
-    state.checked_sizes(grouped.key.shape[-1], grouped.query.shape[2])
+    sizes = state.checked_sizes(grouped.key.shape[-1], grouped.query.shape[2])
+    check_continues(sizes, state.config, grouped.key, grouped.value, config)
     is_free = all(x is outside_inference(x) for x in [group.recent.key for group in state.groups])
     return grouped, state.keys if is_free else state.keys.each(outside_inference)
 

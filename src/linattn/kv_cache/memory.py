@@ -188,7 +188,7 @@ class Memory(NamedTuple):
         part = read(rows, exact, scoring, is_causal=True, with_log=True).partial()
         if self.merged.in_compiled_code:
             for held, _ in codes:
-                part = read_in_compiled_code(rows, *held.rows, held.bias, table(held.bias), scoring.scale, part)
+                part = read_in_compiled_code(rows, held, table(held.bias), scoring.scale, part)
         else:
             part = combine(part, *(held.read(rows, scoring, followed) for held, followed in codes))
         return Reading(part.out.to(query.dtype), part.log_normalizer if with_log else None)

@@ -43,12 +43,11 @@ def checked_sizes(keys: MergedKeys | RowGroups[MergedKeys]) -> Sizes:
     return Sizes(batch, heads, head_dim, value_dim, parts[0].bias.dtype, parts[0].key.device)
 
 
-def check_continues(keys: MergedKeys | RowGroups[MergedKeys], key: Tensor, value: Tensor, config: MergedKV) -> None:
+def check_continues(sizes: Sizes, held: MergedKV, key: Tensor, value: Tensor, config: MergedKV) -> None:
     """Refuse tokens (B, H, L, ·) that do not continue a stream."""
-    batch, heads, _, value_dim, dtype, device = checked_sizes(keys)
+    batch, heads, _, value_dim, dtype, device = sizes
     remedy = "convert the tokens, or begin a new state"
     check_next_tokens((batch, heads, value_dim), dtype, device, key, value, remedy)
-    held = (keys.keys[0] if isinstance(keys, RowGroups) else keys).config
     if held != config:
         raise ValueError(f"the state was built with {held}, got {config}; give the same one")
 

@@ -53,11 +53,6 @@ class MapSpec:
         return "num_features" in self._parameters and "num_features" not in dict(self.options)
 
     @property
-    def is_random(self) -> bool:
-        """Whether the map is drawn from a seed."""
-        return "seed" in self._parameters
-
-    @property
     def _parameters(self) -> dict[str, inspect.Parameter]:
         """The constructor's parameters by name."""
         return dict(inspect.signature(FEATURE_MAPS[self.name]).parameters)
@@ -102,11 +97,6 @@ class Method:
     def takes_features(self) -> bool:
         """Whether the number of features is free; else the head width or an option fixes it, or there are none."""
         return self.map is not None and self.map.takes_features
-
-    @property
-    def is_random(self) -> bool:
-        """Whether the map is drawn from a seed."""
-        return self.map is not None and self.map.is_random
 
     def build_map(
         self, head_dim: int, *, num_features: int | None, scale: float, seed: int, num_heads: int | None = None

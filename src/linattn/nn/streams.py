@@ -84,7 +84,7 @@ def extended(past: KeptTokens | None, new: KeptTokens, log_decay: Tensor | None 
     key, value = torch.cat([past.key, new.key], 2), torch.cat([past.value, new.value], 2)
     mask = bias = None
     if past.key_mask is not None or new.key_mask is not None:
-        mask = torch.cat([_mask(past), _mask(new)], -1)
+        mask = torch.cat([shown(past.key, past.key_mask), shown(new.key, new.key_mask)], -1)
     if past.key_bias is not None and new.key_bias is not None:
         faded = past.key_bias if log_decay is None else past.key_bias + log_decay.unsqueeze(-1)
         bias = torch.cat([faded, new.key_bias], -1)
@@ -103,10 +103,9 @@ def _check_kept(past: KeptTokens, new: KeptTokens) -> None:
         check_tensor("key_bias", past.key_bias, (batch, heads, length), new.key_bias.dtype, device, _REMEDY)
 
 
-def _mask(tokens: KeptTokens) -> Tensor:
-    """Which tokens are attended to, (B, L)."""
-    batch, _, length, _ = tokens.key.shape
-    return tokens.key.new_ones(batch, length, dtype=torch.bool) if tokens.key_mask is None else tokens.key_mask
+def shown(key: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Which keys (B, H, L, D) are attended to, (B, L)."""
+    return key.new_ones(len(key), key.shape[2], dtype=torch.bool) if key_mask is None else key_mask
 
 
 torch.serialization.add_safe_globals([KeptTokens, Stream])

@@ -1,9 +1,7 @@
 """Texts from files, and those that Python carries."""
 
-import hashlib
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -11,23 +9,10 @@ from pydoc_data.topics import topics
 _PROSE_FIRST = ("objects", "typesmethods", "naming", "dynamic-features", "exceptions", "types", "numbers", "import")
 
 
-@dataclass(frozen=True)
-class Text:
-    """A text and where it comes from."""
-
-    source: str  # file name, or the name of the built-in text
-    content: str  # the text
-
-    @property
-    def sha256(self) -> str:
-        """Digest of the content in UTF-8: the built-in text changes with the version of Python."""
-        return hashlib.sha256(self.content.encode()).hexdigest()
-
-
-def read_text(file: str | os.PathLike[str] | None = None) -> Text:
+def read_text(file: str | os.PathLike[str] | None = None) -> str:
     """A text file, or the English prose that comes with Python: the language reference as pydoc's topics hold it."""
     if file is None:
-        return Text("pydoc topics", _prose())
+        return _prose()
     path = Path(file)
     if not path.is_file():
         raise FileNotFoundError(f"there is no text file {path}; give a file in UTF-8, or none for the built-in prose")
@@ -37,7 +22,7 @@ def read_text(file: str | os.PathLike[str] | None = None) -> Text:
         raise ValueError(f"{path} is not a text in UTF-8 ({error}); save it in UTF-8") from None
     if not content.strip():
         raise ValueError(f"{path} holds no text; give a file with at least a few sentences")
-    return Text(str(path), content)
+    return content
 
 
 def _prose() -> str:

@@ -174,8 +174,15 @@ def attend_by_groups(
     keys: K | RowGroups[K] | None,  # of a stream, None where it begins
     nothing: Callable[[], K],
     attend: Callable[[Call, Sequence[Tensor], K], Streamed[K]],
+    *,
+    turns: bool = False,
 ) -> Streamed[K]:
-    """`attend` on each group of rows, its blocks counted from its first live token; on all of them if that is one."""
+    """`attend` on each group of rows, its blocks counted from its first live token; on all of them if that is one.
+
+    With `turns`, for calls whose sums nobody reads, a mask without values yet has rows turned by what it will hold.
+    """
+    if turns and call.bias is not None and not has_values(call.bias):
+        return Streamed(*turned(call, lambda each: attend(each, sums, nothing())[:2]), sums, nothing())
     groups = _groups(call, keys, nothing)
     if not isinstance(groups, list):
         return attend(call, sums, groups)

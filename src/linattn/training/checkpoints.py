@@ -20,8 +20,6 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 _PROGRESS, _DIGESTS = "progress.json", "digests.json"
-# Pickled metadata of torch.distributed.checkpoint.
-_PICKLED = ".metadata"
 # Should the last be damaged, there is the one before.
 _GENERATIONS = 2
 
@@ -113,8 +111,7 @@ class WorkFolder:
     def last(self, training: str) -> tuple[Path, Progress] | None:
         """The last whole checkpoint of a training, and how far it had come; None without one.
 
-        A damaged one is logged and removed where there is a whole one before it; ValueError if all are damaged, or if
-        there is one that an earlier version pickled, which is neither read nor removed.
+        A damaged one is logged and removed where there is a whole one before it; ValueError if all are damaged.
         """
         damages: dict[Path, str] = {}
         for checkpoint in reversed(self._checkpoints(training)):
@@ -141,16 +138,8 @@ class WorkFolder:
         return self.path / "checkpoints" / training
 
     def _checkpoints(self, training: str) -> list[Path]:
-        """A training's checkpoints by step; drafts begin with a dot. ValueError for pickled ones."""
-        checkpoints = sorted(self._place(training).glob("step-*"))
-        for checkpoint in checkpoints:
-            if os.path.lexists(checkpoint / _PICKLED):
-                raise ValueError(
-                    f"{checkpoint} is of an earlier version of linattn, pickled ({_PICKLED}), and a pickle can run "
-                    f"code, so it was neither read nor removed; finish the {training} with that version, or "
-                    f"remove {self._place(training)} to do the {training} anew"
-                )
-        return checkpoints
+        """A training's checkpoints by step; drafts begin with a dot."""
+        return sorted(self._place(training).glob("step-*"))
 
 
 @contextmanager

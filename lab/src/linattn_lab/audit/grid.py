@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from linattn.feature_maps import FEATURE_MAPS
 from linattn.feature_maps.arguments import check_seed
-from linattn.methods.method import Method
+from linattn.methods.method import MapSpec, Method
 from linattn_lab.built_methods import BuiltMethod, build
 
 # What decides for a model: merged keys, expansions with a window and without, and the textbook's maps.
@@ -71,7 +73,7 @@ def in_words(configuration: Configuration, sample: BuiltMethod, draws: int) -> s
     """A configuration in words, for the progress shown; `sample` tells its width."""
     width = f", {sample.num_features:,} features" if sample.num_features else ""
     words = f"{configuration.method.label}{width}"
-    return f"{words}, draw {configuration.draw + 1} of {draws}" if configuration.method.is_random else words
+    return f"{words}, draw {configuration.draw + 1} of {draws}" if is_random(configuration.method.map) else words
 
 
 @dataclass(frozen=True)
@@ -102,5 +104,10 @@ class AuditGrid:
         """Everything to measure, in order: by method, then width, then draw."""
         for method in self.methods:
             for num_features in self.features if method.takes_features else (None,):
-                for draw in range(self.draws if method.is_random else 1):
+                for draw in range(self.draws if is_random(method.map) else 1):
                     yield Configuration(method, num_features, draw, self.seed + draw * _SEEDS_PER_DRAW)
+
+
+def is_random(spec: MapSpec | None) -> bool:
+    """Whether a map is drawn from a seed."""
+    return spec is not None and "seed" in inspect.signature(FEATURE_MAPS[spec.name]).parameters

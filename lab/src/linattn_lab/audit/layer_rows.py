@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from linattn_lab.audit.grid import Configuration
+from linattn_lab.audit.grid import Configuration, is_random
 from linattn_lab.audit.records import HeadRow, RankRow
 from linattn_lab.audit.truth import HeadErrors, LayerTruth
 from linattn_lab.built_methods import BuiltMethod
@@ -20,7 +20,7 @@ def head_rows(
     configuration: Configuration, layer: int, built: BuiltMethod, truth: LayerTruth, measured: HeadErrors
 ) -> Iterator[HeadRow]:
     """One row per head of a layer."""
-    seed = configuration.first_seed + layer if configuration.method.is_random else None
+    seed = configuration.first_seed + layer if is_random(configuration.method.map) else None
     value_dim = truth.call.value.shape[-1]
     numbers = state_numbers(built, value_dim=value_dim, is_causal=truth.call.is_causal)
     flops = flops_per_token(built, value_dim=value_dim, is_causal=truth.call.is_causal)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from linattn.feature_maps.digests import weights_digest
 from linattn.hf import AttentionCall, LoadedModel
-from linattn.records.texts import Text
 from linattn_lab.audit.grid import AuditGrid, Configuration, in_words
 from linattn_lab.audit.kept import Kept
 from linattn_lab.audit.layer_rows import head_rows, rank_rows, ranks
@@ -36,6 +35,7 @@ from linattn_lab.built_methods import BuiltMethod
 from linattn_lab.circumstances import versions
 from linattn_lab.pace import SILENT, Watch
 from linattn_lab.rounds import Unit, in_rounds
+from linattn_lab.texts import Text
 
 _NUM_ROWS = 128
 _FEWEST_TOKENS = 8

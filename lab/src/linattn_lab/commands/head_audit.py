@@ -13,7 +13,6 @@ from linattn.cli.terminal import ending, of_option, print_table
 from linattn.hf import load
 from linattn.methods.method import parse_method
 from linattn.processes import interrupts
-from linattn.records.texts import read_text
 from linattn_lab.audit.grid import FULL_METHODS, SHORT_METHODS, AuditGrid
 from linattn_lab.audit.measuring import Audit
 from linattn_lab.audit.records import AUDIT, Header
@@ -26,6 +25,7 @@ from linattn_lab.report.answers import answers
 from linattn_lab.report.audit.advice import advise
 from linattn_lab.report.audit.summary import summarise_audit
 from linattn_lab.report.audit.tables import overview
+from linattn_lab.texts import Text
 
 # From this many columns on the table has room for the spreads.
 _WIDE = 104
@@ -62,7 +62,7 @@ def audit_heads(asked: Asked, console: Console, *, is_first: bool) -> None:
         num_tokens, wanted = _number_of(asked.tokens), _grid(asked)
         with stages(console) as watch:
             # A text that cannot be read is refused before a model is loaded.
-            content = read_text(asked.text)
+            content = Text.read(asked.text)
             watch.begin(f"Loading {asked.model or 'the packaged encoder'}")
             loaded = load(asked.model)
             # What was asked for by name is measured, whatever it keeps.

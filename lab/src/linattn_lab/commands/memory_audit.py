@@ -17,7 +17,6 @@ from linattn.cli.terminal import ending, print_table
 from linattn.hf import LoadedModel, load_language_model
 from linattn.kv_cache.layer_plans import MemoryPlan, read_memory_plans, write_memory_plans
 from linattn.processes import Processes, interrupts
-from linattn.records.texts import Text
 from linattn_lab.asides import asides, set_aside
 from linattn_lab.commands._terminal import whole_numbers
 from linattn_lab.commands.stages import Stages, stages, until_pressed
@@ -30,6 +29,7 @@ from linattn_lab.pace import Pace, duration
 from linattn_lab.report import MemorySummary, write_report
 from linattn_lab.report.memory.summary import summarise_memory
 from linattn_lab.report.memory.words import glance, lost, place_words
+from linattn_lab.texts import Text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

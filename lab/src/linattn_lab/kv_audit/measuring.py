@@ -16,7 +16,6 @@ import torch
 from linattn.feature_maps.digests import weights_digest
 from linattn.hf import LoadedModel
 from linattn.kv_cache.layer_plans import PLAIN, MemoryPlan
-from linattn.records.texts import Text
 from linattn_lab.circumstances import processor, versions
 from linattn_lab.kv_audit.facts import MOST_FACTS
 from linattn_lab.kv_audit.methods import DEFAULT_KINDS, KINDS, Bounded, Method, methods, written_form
@@ -28,6 +27,7 @@ from linattn_lab.kv_audit.records import Key, MemoryHeader, MemoryRow, PassageRo
 from linattn_lab.kv_audit.tasks import TASKS, Tasks
 from linattn_lab.pace import SILENT, Watch
 from linattn_lab.rounds import Unit, in_rounds
+from linattn_lab.texts import Text
 
 _FEWEST, _LENGTH = 64, 4096
 # Tokens of the text from which the time of an audit is told.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from linattn.hf import LoadedModel
-from linattn.records.texts import Text
+from linattn_lab.texts import Text
 
 # Between facts and questions there is at least so much of a text.
 _FEWEST = 48

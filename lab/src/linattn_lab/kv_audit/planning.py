@@ -11,9 +11,8 @@ from torch import Tensor
 from linattn.feature_maps.digests import weights_digest
 from linattn.hf import AttentionCall, LoadedModel, intercept, new_cache
 from linattn.kv_cache import MergedKV, merged_attention
-from linattn.kv_cache.budget import NEAR, Sizes, within_budget
+from linattn.kv_cache.budget import NEAR, Sizes, within_budget, within_bytes
 from linattn.kv_cache.layer_plans import FEW_BITS, PLAIN, MemoryPlan, TrialRecord
-from linattn.records.texts import Text
 from linattn_lab.kv_audit.divergence import divergence
 from linattn_lab.kv_audit.methods import Bounded, Maker, exact_window
 from linattn_lab.kv_audit.passage_figures import MOST_MEASURED
@@ -21,10 +20,17 @@ from linattn_lab.kv_audit.passages import TokenText
 from linattn_lab.kv_audit.plans import Choice, choose
 from linattn_lab.kv_audit.reading import read
 from linattn_lab.kv_audit.records import MemoryHeader
+from linattn_lab.texts import Text
+
+
+def _exact(near: float, budget: int, sizes: Sizes) -> MergedKV:
+    """Merged keys that are not quantized, and a window of this share of the bytes."""
+    return within_bytes(budget * sizes.key_bytes, sizes, near, None, ())
+
 
 CANDIDATES: dict[str, Maker] = {
     PLAIN: exact_window,
-    **{f"merged keys, {near:.0%} near": partial(within_budget, bits=None, near=near) for near in NEAR},
+    **{f"merged keys, {near:.0%} near": partial(_exact, near) for near in NEAR},
     **{f"merged keys in {bits} bits": partial(within_budget, bits=bits) for bits in FEW_BITS},
 }
 """By name, the largest of a kind in the bytes of a number of exact keys, the plain window first."""

@@ -8,7 +8,8 @@ from itertools import chain
 from pathlib import Path
 from sysconfig import get_path
 
-from linattn.records.texts import Text, read_text
+from linattn.records.texts import read_text
+from linattn_lab.texts import Text
 
 PROSE, CODE, MIXED = "prose", "code", "mixed"
 KINDS = (PROSE, CODE, MIXED)
@@ -25,7 +26,7 @@ _CALIBRATION = (0.85, 1.0)
 def audit_texts(file: Path | None = None, kinds: Sequence[str] = KINDS) -> dict[str, Text]:
     """Texts by their kind: a file's alone, or prose, code and mixed text that come with Python."""
     if file is not None:
-        text = read_text(file)
+        text = Text.read(file)
         return {text.source: text}
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ValueError(f"text_kinds must be among {', '.join(KINDS)}; got {', '.join(unknown)}")
@@ -37,12 +38,12 @@ def audit_texts(file: Path | None = None, kinds: Sequence[str] = KINDS) -> dict[
 
 def calibration_text(file: Path | None = None) -> Text:
     """A text to plan on: a file, or mixed text of which `audit_texts` has no part."""
-    return _mixed(_CALIBRATION) if file is None else read_text(file)
+    return _mixed(_CALIBRATION) if file is None else Text.read(file)
 
 
 def _prose() -> str:
     """The language reference by topic."""
-    return read_text().content
+    return read_text()
 
 
 @cache

@@ -22,7 +22,6 @@ from linattn.softmax.attention import inert
 from linattn.softmax.partial import Partial, combine, joined
 from linattn.softmax.row_groups import Streamed, attend_by_groups, turned
 from linattn.softmax.tokens import Tokens
-from linattn.softmax.tracing import has_values
 from linattn.softmax.weighted import Reading
 
 # Tokens turned round at once where later keys are folded in from the end.
@@ -133,8 +132,5 @@ def attend_with_window(
 
     if not call.is_causal:
         return Reading(*turned(call, attend_bidirectional)).partial(), before, None
-    if not is_stream and call.bias is not None and not has_values(call.bias):
-        rows = turned(call, lambda each: attend_causal(each, backend, before, nothing())[0])
-        return Reading(*rows).partial(), before, None
-    out, log, sums, after = attend_by_groups(call, before, keys, nothing, attend_alike)
+    out, log, sums, after = attend_by_groups(call, before, keys, nothing, attend_alike, turns=not is_stream)
     return Reading(out, log).partial(), Sums(*sums), after
