@@ -119,7 +119,7 @@ FAULTS = (
         "take back less than a wide window",
         "hf/_cache_layers.py",
         "count - max(window, RECORDED)",
-        "count - _RECORDED",
+        "count - RECORDED",
         RECORDED,
     ),
     Fault(
@@ -314,8 +314,8 @@ FAULTS = (
     Fault(
         "share the states of recurrent layers among forks",
         "hf/_text_caches.py",
-        "(deepcopy if isinstance(x, LinearAttentionCacheLayerMixin) else copy)(x)",
-        "copy(x)",
+        "vars(layer).update(pytree.tree_map_only(Tensor, Tensor.clone, vars(layer)))",
+        "pass",
         MODELS,
     ),
     Fault(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import transformers
@@ -70,8 +68,11 @@ def test_a_fork_leaves_recurrent_layers_alone(name):
     """These write their states in place; `reset` too."""
     model, ids = ARCHITECTURES[name].build(), IDS[:1] % 60 + 3
     cache = BoundedCache(model, config=ENOUGH)
-    model(ids[:, :10], past_key_values=cache)
-    wanted = model(ids[:, 10:], past_key_values=copy.deepcopy(cache)).logits
+    # Of tensors that gradients follow too, which copy.deepcopy does not take.
+    with torch.enable_grad():
+        model(ids[:, :10], past_key_values=cache)
+        again = cache.fork()
+    wanted = model(ids[:, 10:], past_key_values=again).logits
     fork = cache.fork()
     model(ids[:, 3:9], past_key_values=fork)
     fork.reset()
@@ -148,6 +149,12 @@ def test_texts_of_a_model_that_reads_pictures_too_are_bounded():
         assert torch.equal(model.generate(IDS, past_key_values=cache, **kinds, **GREEDY), made)
     with pytest.raises(ValueError, match="neither causal nor full"):
         model(IDS, token_type_ids=(IDS % 3 == 0).long(), past_key_values=BoundedCache(model, config=ENOUGH))
+    # The text's own model is given a mask of another kind, and positions that count no padding.
+    ids, mask = torch.nn.functional.pad(IDS, (3, 0)), torch.ones_like(IDS)
+    mask = torch.nn.functional.pad(mask, (3, 0))
+    cache = BoundedCache(model, config=ENOUGH)
+    padded = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    assert torch.equal(padded[:, 3:], made)
 
 
 def test_an_encoder_decoder_looks_its_text_up():

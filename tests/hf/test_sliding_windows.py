@@ -274,3 +274,5 @@ def test_rows_are_chosen_where_every_layer_keeps_its_own_window(hybrid):
         cache.batch_select_indices(torch.tensor([5, 0, 2]))
     found, wanted = (run(model, input_ids=IDS[:, 9:], past_key_values=cache).logits for cache in caches)
     assert torch.equal(found, wanted)
+    with pytest.raises(ValueError, match="the cache holds 3 rows, the call has 2"):
+        run(model, input_ids=IDS[:2], past_key_values=caches[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import PreTrainedModel
 
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, DECODER
 from bounded_texts import FEW, GREEDY, IDS
 from linattn.hf import BoundedCache, LinearLMConfig, LinearLMForCausalLM, linearize_, new_cache
 
@@ -80,7 +82,7 @@ def test_a_new_turn_alone_is_no_text_so_far(name: str, kind: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["states", "bounded"])
-@pytest.mark.parametrize("name", ["Qwen 3 Next", "Granite hybrid", "Nemotron H", "before and after attention"])
+@pytest.mark.parametrize("name", ["Qwen 3 Next", "LFM 2", "Granite hybrid", "Nemotron H", "both sides"])
 def test_recurrent_layers_that_ran_in_a_call_that_failed_are_noticed(name: str, kind: str) -> None:
     """They change their states in place, and count no tokens."""
     architecture = ARCHITECTURES.get(name, ARCHITECTURES["Qwen 3 Next"])
@@ -96,22 +98,58 @@ def test_recurrent_layers_that_ran_in_a_call_that_failed_are_noticed(name: str, 
     model(ids[:, :10], past_key_values=cache)
     fork = cache.fork()
     wanted, refused = model(ids[:, :14], past_key_values=empty()).logits[:, 10:], 0
-    for part in [x for x in model.modules() if hasattr(x, "layer_idx") and list(x.parameters())]:
+    # One token, as generate's steps have, is taken in by other code.
+    parts = [part for part in model.modules() if hasattr(part, "layer_idx") and list(part.parameters())]
+    for part, end in itertools.product(parts, (11, 14)):
         left, hook = fork.fork(), part.register_forward_pre_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
-            model(ids[:, 10:14], past_key_values=left)
+            model(ids[:, 10:end], past_key_values=left)
         hook.remove()
         try:
-            found = model(ids[:, 10:14], past_key_values=left).logits
+            found = model(ids[:, 10:end], past_key_values=left).logits
         except RuntimeError as error:
             assert "a call was left between two layers, by an error; go on from a fork" in str(error)  # noqa: PT017
             refused += 1
             left.reset()
-            found = model(ids[:, :14], past_key_values=left).logits[:, 10:]
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+            found = model(ids[:, :end], past_key_values=left).logits[:, 10:]
+        torch.testing.assert_close(found, wanted[:, : end - 10], rtol=1e-4, atol=1e-4)
     # Before the first layer nothing has changed.
-    assert refused > 0
+    assert refused > 1
     torch.testing.assert_close(model(ids[:, 10:14], past_key_values=cache).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["states", "bounded"])
+def test_a_last_call_is_taken_back_from_convolutions_too(kind: str) -> None:
+    """All of it, as drafts that are not accepted are."""
+    model = ARCHITECTURES["LFM 2"].build().eval()
+    empty = made(model, kind)
+    cache = empty()
+    cache.activate_past_recording()
+    model(IDS[:, :10], past_key_values=cache)
+    for end in (11, 14):
+        model(IDS[:, 10:end], past_key_values=cache)
+        cache.crop(10 - end)
+    wanted = model(IDS[:, :14], past_key_values=empty()).logits[:, 10:]
+    torch.testing.assert_close(model(IDS[:, 10:14], past_key_values=cache).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["states", "bounded"])
+def test_models_whose_pictures_count_fewer_positions_than_tokens(kind: str) -> None:
+    """Their layers are told none."""
+    text = {**DECODER, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+    sight = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    model = transformers.Qwen2_5_VLForConditionalGeneration(
+        transformers.Qwen2_5_VLConfig(text_config=text, vision_config=sight, image_token_id=90, video_token_id=91)
+    ).eval()
+    empty = made(model, kind)
+    cache = empty()
+    model(IDS, past_key_values=cache)
+    with pytest.raises(ValueError, match=AGAIN):
+        model.generate(IDS, **GREEDY, past_key_values=cache.fork())
+    longer = torch.cat((IDS, IDS[:, :1]), 1)
+    found, wanted = (model.generate(longer, **GREEDY, past_key_values=each) for each in (cache.fork(), empty()))
+    assert torch.equal(found, wanted)
 
 
 def interrupt(*_: object) -> None:

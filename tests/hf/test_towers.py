@@ -41,7 +41,8 @@ def hearing() -> PreTrainedModel:
 
 @torch.no_grad()
 @pytest.mark.parametrize("change", [BoundedCache, lambda model: linearize_(model, method="FavorPlus(num_features=8)")])
-def test_a_tower_keeps_its_attention(change: Callable[[PreTrainedModel], object]) -> None:
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_tower_keeps_its_attention(change: Callable[[PreTrainedModel], object], is_named: bool) -> None:
     """It looks into its mask; the text's attention is what is replaced."""
     model = hearing()
     sounds, mask = torch.randn(1, 64, 128), torch.ones(1, 64, dtype=torch.bool)
@@ -53,6 +54,8 @@ def test_a_tower_keeps_its_attention(change: Callable[[PreTrainedModel], object]
     wanted = heard()
     parts = (model, model.model, model.model.language_model, model.model.audio_tower)
     names = [part.config._attn_implementation for part in parts]
+    if is_named:
+        model.set_attn_implementation("linattn")
     change(model)
     assert torch.equal(heard(), wanted)
     assert [part.config._attn_implementation for part in parts] == [*["linattn"] * 3, names[3]]

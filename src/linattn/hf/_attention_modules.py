@@ -153,6 +153,9 @@ class Implementation(str):
 def put_before(model: PreTrainedModel, name: str) -> None:
     """Make a probed model attend by a registered function that hands calls on to the implementation it has."""
     idle = idle_configs(model, {part.module for part in attention_modules(model) if part.cache_place is not None})
+    for part in parts_of(model):
+        if id(part.config) in idle and part.config._attn_implementation == name:  # it was loaded with it
+            part.config._attn_implementation_internal = "sdpa" if part._supports_sdpa else "eager"
     for config in (each for each in _configs(model) if id(each) not in idle):
         # In one step: another thread may be calling the model.
         if (former := config._attn_implementation) != name:
@@ -167,7 +170,7 @@ def taken_out(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Undo `put_before`, and a loading by that name, but for a block that fails; shared configurations are refused."""
     former = _named(model)
     try:
-        for part in parts_of(model):
+        for part in reversed(parts_of(model)):  # inner ones first, whose classes know what they can
             for config in _configs(part):
                 if (implementation := config._attn_implementation) == name:
                     _refuse_configuration(type(model), vars(config).get(_WRITTEN) == MARK)

@@ -42,12 +42,11 @@ def refuse_merged_decoder(
 ) -> None:
     """Refuse merged keys in a causal layer, of a folder perhaps, with the lines to write instead."""
     if part.is_causal and config is not None:
-        call, loading = "model.generate" if model.can_generate() else "model", ""
+        kind, call, loading = type(model).__name__, "model.generate" if model.can_generate() else "model", ""
         if folder is not None:  # its weights are a softmax model's
-            source = f"transformers.{type(model).__name__}.from_pretrained({str(folder)!r}"
-            loading = f'    model = {source}, attn_implementation="sdpa")\n'
+            loading = f'    model = transformers.{kind}.from_pretrained({str(folder)!r}, attn_implementation="sdpa")\n'
         raise ValueError(
-            f"{part.name} of {type(model).__name__} is causal, and linearize_ merges keys of encoders alone; leave the "
+            f"{part.name} of {kind} is causal, and linearize_ merges keys of encoders alone; leave the "
             "model as it is, and bound its KV cache:\n"
             f"{loading}    cache = {_bounded_cache(model, config)}\n"
             f"    {call}(**inputs, past_key_values=cache)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy, deepcopy
+from copy import copy
 from typing import Any, Self, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from transformers.cache_utils import (
 
 from linattn.hf._attention_modules import attention_modules
 from linattn.hf._cache_layers import RECORDED, RecordingLayer, StatefulLayer
+from linattn.hf._calls import refuse_again, surely_all
 
 CacheKind = TypeVar("CacheKind", bound=Cache)
 # What the number and the sizes of a cache's layers follow from.
@@ -32,6 +33,7 @@ class ForkedCache(Cache):
     """A cache that can be forked, and refuses a mask that changes its tokens."""
 
     _live: Tensor | None = None  # (B, n), the last call's mask
+    _ran: frozenset[int] = frozenset()  # recurrent layers that the last call reached
 
     @property
     def num_bytes(self) -> int:
@@ -93,9 +95,9 @@ class ForkedCache(Cache):
         self.reorder_cache(self._rows.repeat_interleave(repeats))
 
     def reset(self) -> None:
-        """Forget every token."""
+        """Forget every token, and a call that was left."""
         super().reset()
-        self._live = None
+        self._live, self._ran = None, frozenset()
 
 
 class TextCache(ForkedCache):
@@ -110,34 +112,34 @@ class TextCache(ForkedCache):
         self._own_places = {part.cache_place for part in attention_modules(model)}
         # Where Phi 3 begins to rotate by other frequencies, and `generate` drops a cache that is true.
         self._original: int | None = getattr(model.config, "original_max_position_embeddings", None)
-        self._is_switched = is_switched(model)
+        self._limit = self._original if is_switched(model) else None
         self._recurrent = {n for n, x in enumerate(layers) if isinstance(x, LinearAttentionCacheLayerMixin)}
-        self._started, self._ran = 0, frozenset[int]()  # tokens before the last call, recurrent layers that it ran
+        self._started = 0  # tokens before the last call
 
     def __bool__(self) -> bool:
-        """Whether it counts as empty where a model asks so: never, but in Phi 3, which would leave it out."""
+        """False for Phi 3, whose `generate` would put another cache in its place; True else."""
         return self._original is None
 
-    def check_positions(self, num_held: int, length: int, places: Tensor | None) -> None:
-        """Refuse tokens (their positions None: the next ones) beside keys rotated by other frequencies."""
-        limit = self._original
-        if not self._is_switched or limit is None or not 0 < num_held <= limit:
-            return
-        if limit <= (num_held + length - 1 if places is None else int(places.amax())):
+    def check_positions(self, name: str, length: int, places: Tensor | None, mask: object) -> None:
+        """Refuse positions (…, B, L), None for the next ones, that are taken, and keys of another rotation."""
+        count = self.get_seq_length()
+        if places is not None and places.shape[-1]:
+            live = mask if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > count else self._live
+            # Those of pictures count fewer than tokens.
+            least = 1 if places.ndim > 2 else count if live is None else live[:, :count].sum(-1)
+            if surely_all(places[..., 0] < least):
+                refuse_again(name, count, live)
+        if (limit := self._limit) and count <= limit <= (count + length - 1 if places is None else int(places.amax())):
             raise ValueError(
-                f"the cache holds {num_held} keys rotated for texts of up to {limit:,} tokens, and longer ones are "
-                "rotated by other frequencies (longrope): give the whole text so far to a new cache"
+                f"the cache holds {count} keys rotated for texts of up to {limit:,} tokens, and longer ones are "
+                f"rotated by other frequencies (longrope): generate up to {limit:,} tokens, or give the whole text so "
+                "far to a new cache"
             )
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *rest: Any, **options: Any) -> Tensor:
-        """Called by a recurrent layer, which is noted."""
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Called by a recurrent layer before it changes anything, which is noted."""
         self._ran |= {layer_idx}
-        return super().update_conv_state(conv_states, layer_idx, *rest, **options)
-
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *rest: Any, **options: Any) -> Tensor:
-        """Called by a recurrent layer, which is noted."""
-        self._ran |= {layer_idx}
-        return super().update_recurrent_state(recurrent_states, layer_idx, *rest, **options)
+        return super().get_conv_state(layer_idx, state_idx)
 
     def check_call(self, config: Any, num_rows: int | None) -> None:
         """Refuse another model, by sizes of its configuration, other rows, if known, and layers of different tokens."""
@@ -162,11 +164,6 @@ class TextCache(ForkedCache):
                 first = -(layer.sliding_window - 1 + RECORDED)
                 layer.keys, layer.values = (x[:, :, first:] for x in (layer.keys, layer.values) if x is not None)
 
-    def reset(self) -> None:
-        """Forget every token, and a call that was left."""
-        super().reset()
-        self._ran = frozenset()
-
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, -tokens_to_remove of them, in all layers or, by an error, in none."""
         for layer in self.layers:
@@ -184,6 +181,7 @@ class TextCache(ForkedCache):
                         f"a sliding window of {layer.sliding_window} tokens cannot forget {count} of the {held} that "
                         "it holds since the last crop; crop once between two calls, or keep a fork from before"
                     )
+        self._started -= count
         super().crop(tokens_to_remove)
 
 
@@ -203,8 +201,11 @@ def is_switched(model: PreTrainedModel) -> bool:
 def forked(cache: CacheKind) -> CacheKind:
     """A cache that goes on from here by itself; recurrent layers alone are copied, the others share tensors."""
     fork = copy(cache)
-    # These change their tensors in place.
-    fork.layers = [(deepcopy if isinstance(x, LinearAttentionCacheLayerMixin) else copy)(x) for x in cache.layers]
+    fork.layers = [copy(layer) for layer in cache.layers]
+    for layer in fork.layers:
+        # These change their tensors in place.
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            vars(layer).update(pytree.tree_map_only(Tensor, Tensor.clone, vars(layer)))
     return fork
 
 

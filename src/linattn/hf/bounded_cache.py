@@ -74,18 +74,18 @@ class BoundedCache(TextCache):
     are paid from it. `linattn.MergedKV` says how keys are merged. Not quantized, attention to at most as many tokens as
     there are exact and merged keys is softmax; it is an approximation beyond, and as soon as tokens are quantized.
 
-    The model's weights and modules are not changed. Its attention implementation becomes "linattn", which attends as
-    the former one did, to the bit, in every call without such a cache; a model may also be loaded with it. Layers with
-    a sliding window, recurrent layers, and layers that attend in a way that merged keys cannot express (keys shared
-    with other layers) keep transformers' own cache layers; `report` says which. Soft caps on logits and learned
-    attention sinks are those of the model. Where every layer has a sliding window, those wider than the budget are
-    bounded, for texts up to the window.
+    The model's weights and modules are not changed, but for a forward pre-hook that refuses a text given again. Its
+    attention implementation becomes "linattn", which attends as the former one did, to the bit, in every call without
+    such a cache; a model may also be loaded with it. Layers with a sliding window, recurrent layers, and layers that
+    attend in a way that merged keys cannot express (keys shared with other layers) keep transformers' own cache layers;
+    `report` says which. Soft caps on logits and learned attention sinks are those of the model. Where every layer has a
+    sliding window, those wider than the budget are bounded, for texts up to the window.
 
     To continue a text, give the same cache again; to try several continuations, continue from `fork`. A call that ends
     by an error leaves new tokens in some layers, which the next call refuses, or in all: go on from a fork made before.
     `crop` needs `activate_past_recording`, which assisted generation and prompt lookup call by themselves; a layer then
     holds two states, and queries, keys and values of up to 512 of the last tokens, or of two wider windows, besides. An
-    encoder-decoder takes it for its self-attention, `EncoderDecoderStates(BoundedCache(model), DynamicCache())`.
+    encoder-decoder takes it for its own text, `EncoderDecoderStates(BoundedCache(model), DynamicCache())`.
 
     Cost: five passes of a few tokens for the first cache of a model. A step takes O(window + num_merged) per head.
 
@@ -160,8 +160,9 @@ class BoundedCache(TextCache):
     def _mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Of a layer, said so that the mask knows its cache."""
         length, offset = super().get_mask_sizes(query_length, layer_idx)
-        # All masks of a call tell of it; that of full attention is enough.
-        if any(getattr(layer, "is_sliding", False) for layer in self.layers[layer_idx : layer_idx + 1]):
+        # All masks of a call tell of it; that of full attention, where there is any, is enough.
+        is_local = [getattr(layer, "is_sliding", False) for layer in self.layers]
+        if not all(is_local) and any(is_local[layer_idx : layer_idx + 1]):
             return length, offset
         tokens = CachedTokens(offset)
         tokens.number, tokens.cache = offset, self
@@ -172,7 +173,7 @@ class BoundedCache(TextCache):
 
     @property
     def max_cache_len(self) -> int:
-        """Asked by PEFT's tuning by prefixes alone, which puts another cache in this one's place: refused."""
+        """Refused: PEFT's `generate` asks for it where it puts a cache with a prefix in this one's place."""
         raise ValueError(_PREFIXED)
 
     def refuse_plain_keys(self, module: torch.nn.Module) -> None:

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
 from linattn.hf._cache_layers import Kernel, RecordingLayer, StatefulLayer
-from linattn.hf._calls import InterfaceCall, refuse_again, surely_all
+from linattn.hf._calls import InterfaceCall, refuse_again
 from linattn.hf._text_caches import ForkedCache, TextCache, cache_bytes, forked
 from linattn.hf.layer_attention import attention_of
 from linattn.nn import Stream
@@ -206,18 +206,14 @@ def refuse_text_again(part: Any, args: Any, options: dict[str, Any]) -> None:
     cache: Any = getattr(caches, "self_attention_cache", caches)
     if not isinstance(cache, TextCache):
         return
-    places, count, name = options.get("position_ids"), cache.get_seq_length(), type(part).__name__
-    given = [options.get("input_ids"), options.get("inputs_embeds")] if cache is caches else []
-    number = next((x.shape[1] for x in given if x is not None), 1)
+    count, name = cache.get_seq_length(), type(part).__name__
+    tokens = [options.get("input_ids"), options.get("inputs_embeds")] if cache is caches else []
+    number = next((x.shape[1] for x in tokens if x is not None), 1)
     # A prompt that is shorter than what is held is cut to nothing, or to its last tokens.
     if (options.get("use_cache") is False and (count or cache is not caches)) or (count and number == 0):
         refuse_again(name, count)
-    if count and places is not None and places.ndim == 2 and places.shape[1]:
-        mask = options.get("attention_mask")
-        is_told = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > count
-        if surely_all(places[:, 0] < (count if mask is None or not is_told else mask[:, :count].sum(-1))):
-            refuse_again(name, count, mask)
-    cache.check_positions(count, number, places)
+    if count:
+        cache.check_positions(name, number, options.get("position_ids"), options.get("attention_mask"))
     outputs = options.get("encoder_outputs")
     source = options.get("encoder_hidden_states") if outputs is None else outputs[0]
     first = [] if cache is caches else caches.cross_attention_cache.layers[:1]

@@ -177,10 +177,8 @@ def attend_by_groups(
     *,
     turns: bool = False,
 ) -> Streamed[K]:
-    """`attend` on each group of rows, its blocks counted from its first live token; on all of them if that is one.
-
-    With `turns`, for calls whose sums nobody reads, a mask without values yet has rows turned by what it will hold.
-    """
+    """`attend` on each group of rows, its blocks counted from its first live token; on all of them if that is one."""
+    # Where nobody reads the sums, a mask without values yet may turn rows by what it will hold.
     if turns and call.bias is not None and not has_values(call.bias):
         return Streamed(*turned(call, lambda each: attend(each, sums, nothing())[:2]), sums, nothing())
     groups = _groups(call, keys, nothing)
