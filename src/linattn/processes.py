@@ -25,15 +25,10 @@ _KINDS = OSError, ValueError
 
 @dataclass(frozen=True)
 class Processes:
-    """All of them, as one sees them; a run that nothing launched is one process, for which there is nothing to do.
+    """All of them, as one sees them; a run that nothing launched is one process, for which there is nothing to do."""
 
-    Attributes:
-        rank: this process's number, from 0.
-        size: how many they are.
-    """
-
-    rank: int
-    size: int
+    rank: int  # this process's number, from 0
+    size: int  # how many they are
 
     @classmethod
     def of_this_run(cls) -> Self:

@@ -101,8 +101,9 @@ def test_refused(build, batches):
     for wrong in (0, -1):
         with pytest.raises(ValueError, match="adapter_rank must be an integer of at least 1"):
             replace(CONFIG, adapter_rank=wrong)
-    with pytest.raises(ValueError, match="got 2 with distil=False"):
-        replace(CONFIG, distil=False)
+    for change, words in (({"distil": False}, "distil=False, "), ({"minutes": 0.0}, "distil=True, minutes=0")):
+        with pytest.raises(ValueError, match=f"got 2 with {words}"):
+            replace(CONFIG, **change)
     with (
         pytest.raises(
             ValueError, match=r"has no projections to adapt from pooler\.activation on; leave adapter_rank out"

@@ -18,6 +18,12 @@ def samples(tokenizer, paragraphs):
     return from_texts(tokenizer, ["\n\n".join(first), "\n\n".join(second)], **SETTINGS)
 
 
+@pytest.mark.parametrize("between", ["\r\n\r\n", "\n \t\n", "\n\n\n"])
+def test_any_empty_line_ends_a_paragraph(tokenizer, paragraphs, between):
+    found, wanted = (from_texts(tokenizer, [each.join(paragraphs)], **SETTINGS) for each in (between, "\n\n"))
+    assert rows(found.held_out) == rows(wanted.held_out)
+
+
 def rows(batches):
     """The texts of batches as tuples, special tokens cut off."""
     return [tuple(row[1:-1]) for batch in batches for row in batch["input_ids"].tolist()]

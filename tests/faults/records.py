@@ -20,6 +20,14 @@ FAULTS = (
         "lab/tests/audit/test_records.py",
     ),
     Fault(
+        "flush what may be read alone",
+        "records/atomic.py",
+        "path.open(_MAY_FLUSH)",
+        'path.open("rb")',
+        "tests/records/test_atomic.py",
+    ),
+    Fault("rename to a folder", "records/atomic.py", "place.rmdir()", "pass", "tests/records/test_atomic.py"),
+    Fault(
         "write a folder in its place",
         "records/atomic.py",
         "        yield temporary\n        for path",

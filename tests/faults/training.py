@@ -114,6 +114,13 @@ FAULTS = (
         FOREIGN,
     ),
     Fault(
+        "throw away the steps after the last look",
+        "training/loop.py",
+        "if self.progress.step > looked.step:",
+        "if False:",
+        "tests/training/test_loop.py",
+    ),
+    Fault(
         "give tensors before it is known that all fit",
         "training/tensors.py",
         "    processes.all_do(lambda: _check_values(tensors, model, optimizer))\n",

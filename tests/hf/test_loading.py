@@ -89,6 +89,13 @@ def test_refusals(build, tokenizer, tmp_path, attempts):
             ValueError, match=f"num_tokens must be at least 1 and at most 16, what .* takes; got {wrong}"
         ):
             load(tmp_path / "bert").encode("a", wrong)
+    # Its positions begin behind that of padding.
+    for tokens in (tokenizer, build("roberta", max_position_embeddings=16)):
+        tokens.save_pretrained(tmp_path / "roberta")
+    behind = load(tmp_path / "roberta")
+    with pytest.raises(ValueError, match="num_tokens must be at least 1 and at most 14, what"):
+        behind.encode("a", 15)
+    assert behind.model(torch.full((1, 14), 5)).last_hidden_state.shape[1] == 14
     assert not attempts
 
 

@@ -79,7 +79,7 @@ TABLE: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "state-to-a-dtype": (
         lambda: state_of().to(torch.float32),
         TypeError,
-        r"takes a device, got torch.float32; sums are kept in torch.float64.*State.empty\(",
+        "State.to takes a device, got torch.float32; to go on in tokens of another dtype, begin a new state",
     ),
     "dtypes": (
         lambda: attend(query=Q.float()),

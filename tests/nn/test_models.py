@@ -145,3 +145,14 @@ def test_logits_without_the_weights_of_the_head_are_refused() -> None:
         model.logits(x)
     model.norm.to("meta")
     assert model.logits(x.to("meta")).shape == wanted.shape
+
+
+def test_blocks_that_are_adopted_may_keep_their_weights() -> None:
+    """Those of a model that is trained, or of torch's attention."""
+    blocks = [Block(LAYERS["plain"](is_causal=True)) for _ in range(2)]
+    before = [{name: x.clone() for name, x in block.state_dict().items()} for block in blocks]
+    LinearLM(11, blocks, initialize=False)
+    for block, was in zip(blocks, before, strict=True):
+        assert all(torch.equal(x, was[name]) for name, x in block.state_dict().items())
+    LinearLM(11, blocks)
+    assert not torch.equal(blocks[0].attention.q_proj.weight, before[0]["attention.q_proj.weight"])

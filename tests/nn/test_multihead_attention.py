@@ -146,3 +146,12 @@ def test_a_compiled_block_takes_its_causality_from_the_call() -> None:
     block.self_attn = with_every_key_exact(block.self_attn, is_causal=True)
     expected = block(x, is_causal=True)
     assert_alike(torch.compile(block, backend="eager")(x, is_causal=True), expected)
+
+
+def test_a_frozen_layer_stays_so() -> None:
+    block = encoder_layer().requires_grad_(False)
+    block.self_attn = with_every_key_exact(block.self_attn)
+    assert not any(parameter.requires_grad for parameter in block.parameters())
+    free = encoder_layer()
+    free.self_attn = with_every_key_exact(free.self_attn)
+    assert all(parameter.requires_grad for parameter in free.parameters())

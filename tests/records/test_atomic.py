@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from linattn.records import atomic
 from linattn.records.atomic import atomic_file, atomic_folder, check_new, full_disk_names
 
 
@@ -24,6 +26,28 @@ def test_a_folder_appears_with_all_its_files(tmp_path):
         (folder / "inner" / "file").write_text("whole")
         assert not (tmp_path / "a" / "new").exists()
     assert names(tmp_path) == ["a", "a/new", "a/new/inner", "a/new/inner/file"]
+
+
+def test_where_only_what_may_be_written_is_flushed_and_nothing_renamed_to_a_folder(tmp_path, monkeypatch):
+    """As on Windows."""
+    flush, rename = os.fsync, Path.replace
+
+    def flush_writable(number):
+        assert fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE
+        flush(number)
+
+    def rename_to_none(path, target):
+        assert not target.is_dir()
+        return rename(path, target)
+
+    monkeypatch.setattr(atomic, "_MAY_FLUSH", "r+b")
+    monkeypatch.setattr(os, "fsync", flush_writable)
+    monkeypatch.setattr(Path, "replace", rename_to_none)
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "new"):
+        with atomic_folder(tmp_path / name) as folder:
+            (folder / "file").write_text("whole")
+    assert names(tmp_path) == ["empty", "empty/file", "new", "new/file"]
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, ValueError, SystemExit])

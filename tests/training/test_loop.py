@@ -186,8 +186,11 @@ def test_a_signal_waits_for_the_step(training, tmp_path):
             signal.raise_signal(signal.SIGINT)
         return distance(point)
 
-    found = train(training(point, loss=loss), WorkFolder(tmp_path / "work", {}, kind="conversion"), quiet)
+    # Between two looks there may be a twentieth of a training.
+    long = replace(training(point, loss=loss), budget=Steps(100_000))
+    found = train(long, WorkFolder(tmp_path / "work", {}, kind="conversion"), quiet)
     assert (found.stopped, found.steps) == (True, 31)
+    assert found.best_loss == float(distance(point).detach()) < found.first_loss
     assert signal.getsignal(signal.SIGINT) is before
 
 

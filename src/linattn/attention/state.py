@@ -19,7 +19,7 @@ from linattn.softmax.checking import DTYPES, check_dense, check_dtype, check_ind
 from linattn.softmax.partial import Partial, combine
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 from linattn.softmax.row_groups import RowGroups
-from linattn.softmax.tokens import Restored, register
+from linattn.softmax.tokens import StreamState, register
 from linattn.softmax.tracing import outside_inference
 from linattn.softmax.weighted import attend_to_all
 
@@ -28,7 +28,7 @@ WeighedKeys = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
-class State(Restored):
+class State(StreamState):
     """All keys and values seen so far, in constant size.
 
         S = Σ_j φ(k_j) v_jᵀ · exp(-m),   z = Σ_j φ(k_j) · exp(-m)
@@ -256,23 +256,6 @@ class State(Restored):
         indices = check_indices(indices, len(self.S))
         groups = self.window.select(indices) if isinstance(self.window, RowGroups) else None
         return self._each(lambda x: x.index_select(0, indices), groups)
-
-    def detach(self) -> State:
-        """The state, cut from the graph that built it."""
-        return self._each(Tensor.detach)
-
-    def to(self, device: torch.device | str) -> State:
-        """The state on another device.
-
-        Raises:
-            TypeError: a dtype was given: sums keep float32, or float64 for float64 tokens, whatever the tokens' dtype.
-        """
-        if not isinstance(device, torch.device | str | int):
-            raise TypeError(
-                f"State.to takes a device, got {device!r}; sums are kept in {self.S.dtype} whatever dtype tokens of at "
-                "most that width have: to continue in another, build a state with State.empty(…, dtype=…)"
-            )
-        return self._each(lambda x: x.to(device))
 
     def __repr__(self) -> str:
         """Shapes, dtype, device and the map, on one line."""

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import typer
@@ -77,6 +77,8 @@ def finish(work: Path, out: Path, write: Callable[[Path], None], *, is_continued
         if is_continued and out.exists():
             shutil.rmtree(former, ignore_errors=True)
             out.rename(former)
+        with suppress(OSError):
+            out.rmdir()  # empty: Windows renames to no folder that exists
         draft.rename(out)
     for path in work.iterdir():
         # The lock goes with the process that holds it.

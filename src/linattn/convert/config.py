@@ -89,10 +89,10 @@ class ConvertConfig:
                 check_count(name, value)
         if self.min_tokens is not None and self.min_tokens > self.num_tokens:
             raise ValueError(f"min_tokens must be at most num_tokens={self.num_tokens}, got {self.min_tokens}")
-        if self.adapter_rank is not None and not self.distil:
+        if self.adapter_rank is not None and not (self.distil and self.minutes):
             raise ValueError(
-                f"adapter_rank is for weights that are distilled, got {self.adapter_rank} with distil=False; leave it "
-                "out, or distil"
+                f"adapter_rank is for weights that are distilled, got {self.adapter_rank} with distil={self.distil}, "
+                f"minutes={self.minutes:g}; leave it out, or distil"
             )
         for name, kinds in (("texts", str), ("layers", int | str)):
             if isinstance(value := getattr(self, name), kinds):

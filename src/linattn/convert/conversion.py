@@ -19,6 +19,7 @@ from linattn.convert.stages import Measured
 from linattn.hf import is_linearized
 from linattn.hf._attention_modules import unwrapped
 from linattn.hf.linearization import choose_layers
+from linattn.hf.loading import most_tokens
 from linattn.methods.method import Method, together
 from linattn.processes import Processes
 from linattn.training import Notify, WorkFolder, alone_in, weights_digest
@@ -87,7 +88,7 @@ def convert_(
     _check(model, config, methods)
     samples = _samples(model, tokenizer_or_batches, config)
     # The first process writes for all.
-    place = Path(work) if work is not None and Processes.of_this_run().is_first else None
+    place = Path(work).expanduser() if work is not None and Processes.of_this_run().is_first else None
     with alone_in(place):
         folder = (
             None if place is None else WorkFolder(place, _identity(model, methods, config, samples), kind="conversion")
@@ -119,7 +120,7 @@ def _check(model: PreTrainedModel, config: ConvertConfig, methods: tuple[Method,
     size = Processes.of_this_run().size
     if config.batch_size % size and config.texts:
         raise ValueError(f"{size} processes share a step's texts, got batch_size={config.batch_size}; give a multiple")
-    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = most_tokens(model)
     if limit is not None and config.num_tokens > limit and config.texts:
         raise ValueError(
             f"num_tokens is {config.num_tokens}, and {type(model).__name__} takes at most {limit}; give fewer"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -130,7 +131,7 @@ def _documents(tokenizer: Tokenizer, texts: Sequence[str], least: int, room: int
     lengths, tokens = cycle(least + (room - least) * part // 6 for part in _LENGTHS), list[int]()
     size = next(lengths)
     for text in texts:
-        for paragraph in filter(None, map(str.strip, text.split("\n\n"))):
+        for paragraph in filter(None, map(str.strip, re.split(r"\n\s*\n", text))):
             if paragraph in seen:
                 continue
             seen.add(paragraph)

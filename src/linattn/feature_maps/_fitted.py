@@ -23,12 +23,9 @@ class FittedMap(UncastBuffers, FeatureMap):
 
     Abstract: the concrete maps say which. Fitted tensors keep their dtype when a model is cast, live in `state_dict`
     and can be loaded where nothing was fitted; `repr` holds a digest of them.
-
-    Attributes:
-        fitted_buffers: names of the buffers that `fit` sets; None before.
     """
 
-    fitted_buffers: tuple[str, ...] = ()
+    fitted_buffers: tuple[str, ...] = ()  # names of those that `fit` sets, None before
     # The last two sizes of each, as numbers or attributes, before which that of key/value heads may stand.
     _fitted_sizes: tuple[tuple[int | str, int | str], ...] = ()
     _option: str  # of the constructor, which gives them without `fit`

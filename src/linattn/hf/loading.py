@@ -60,11 +60,20 @@ class LoadedModel:
             >>> load().encode("linear time", 3)["input_ids"].shape
             torch.Size([1, 3])
         """
-        limit = getattr(self.model.config, "max_position_embeddings", None)
+        limit = most_tokens(self.model)
         if num_tokens < 1 or (limit is not None and num_tokens > limit):
             most = "" if limit is None else f" and at most {limit}, what {self.name} takes"
             raise ValueError(f"num_tokens must be at least 1{most}; got {num_tokens}")
         return dict(self.tokenizer(text, truncation=True, max_length=num_tokens, return_tensors="pt"))
+
+
+def most_tokens(model: PreTrainedModel) -> int | None:
+    """How many tokens a model has positions for; None where its configuration does not say."""
+    limit: int | None = getattr(model.config, "max_position_embeddings", None)
+    tables = [part for name, part in model.named_modules() if name.endswith("position_embeddings")]
+    # RoBERTa's positions begin behind that of padding.
+    unused = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
+    return limit if limit is None or not unused else limit - unused[0]
 
 
 def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: bool = False) -> LoadedModel:

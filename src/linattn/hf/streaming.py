@@ -50,7 +50,8 @@ def stream_tokens(
 
     transformers' `generate` keeps every token's number and returns at the end; this keeps the cache and one token.
 
-    Cost: one step of the model per token; the prompt is read in chunks of 1,024 tokens.
+    Cost: one step of the model per token; the prompt is read in chunks of 1,024 tokens, or in one call where the
+    frequencies of rotary positions follow from its length (longrope, dynamic NTK).
 
     Args:
         model: a causal language model: a `LinearLMForCausalLM`, a linearized one, or one with softmax, whose cache
@@ -60,7 +61,7 @@ def stream_tokens(
         top_p: in (0, 1]; 1 draws from all tokens.
         generator: of the draws, on the model's device; torch's global one if None.
         cache: the text before the prompt, which goes on with it; `new_cache(model)` if None.
-        notify: called after each chunk of the prompt with the number of its tokens that are read.
+        notify: called after each part of the prompt with the number of its tokens that are read.
 
     Returns:
         An endless iterator over (B, 1) int64: the next token of each row.

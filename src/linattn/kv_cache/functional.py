@@ -62,7 +62,8 @@ def merged_attention(
         value: (B, H, Lk, Dv), or (B, Hkv, Lk, Dv) with `enable_gqa`.
         config: the window, the number of merged keys, and their bits.
         key_mask: (B, Lk) bool, True = attend. A masked key contributes nothing, whatever it holds, and takes part in no
-            choice, forward and backward. Rows of masked tokens mean nothing, and depend on where calls are cut.
+            choice, forward and backward. Rows of masked tokens mean nothing, and depend on where calls are cut. Of as
+            many queries as keys, a call that is not causal samples those that are not masked.
         key_bias: (B, Hkv or 1, Lk), floating, differentiable: the logarithm of a factor on a key's weight; -inf masks.
         is_causal: query i sees keys j ≤ i + Lk - Lq: aligned bottom-right. SDPA's flag aligns top-left.
         enable_gqa: groups of H / Hkv consecutive query heads share a key/value head; one cache per key/value head.

@@ -16,13 +16,13 @@ from linattn.softmax.checking import DTYPES, check_dense, check_dtype, check_ind
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import outside_autocast
 from linattn.softmax.row_groups import RowGroups
-from linattn.softmax.tokens import Restored, Tokens, register
+from linattn.softmax.tokens import StreamState, Tokens, register
 from linattn.softmax.tracing import outside_inference
 from linattn.softmax.weighted import attend_to_all
 
 
 @dataclass(frozen=True, eq=False)
-class MergedState(Restored):
+class MergedState(StreamState):
     """A KV cache of constant size: merged keys and values, the latest exact ones, and a sample of the queries.
 
     Immutable: every verb returns a new state, and holding an old one is a fork or a roll-back. `torch.save` writes it
@@ -103,20 +103,6 @@ class MergedState(Restored):
         if isinstance(self.keys, RowGroups):
             return MergedState(self.keys.select(indices)).known_to_fit(self._fits)
         return self._each(lambda x: x.index_select(0, indices))
-
-    def detach(self) -> MergedState:
-        """The state, cut from the graph that built it."""
-        return self._each(Tensor.detach)
-
-    def to(self, device: torch.device | str) -> MergedState:
-        """The state on another device.
-
-        Raises:
-            TypeError: a dtype was given.
-        """
-        if not isinstance(device, torch.device | str | int):
-            raise TypeError(f"MergedState.to takes a device, got {device!r}; dtypes are those of the tokens")
-        return self._each(lambda x: x.to(device))
 
     def checked_sizes(self, head_dim: int | None = None, num_groups: int | None = None) -> Sizes:
         """The sizes of its tokens; refuse tensors that are not of its config, a width, and so many query heads."""

@@ -25,7 +25,6 @@ _PLUS = re.compile(r"\+(?![^(]*\))")
 # Parts that merged keys may be written with.
 _OF_MERGED = ("sinks", "window")
 _WINDOW = re.compile(r"window\s+([1-9][0-9]*)", re.IGNORECASE)
-# Files and written forms of earlier versions may have them.
 HEAVY_KEYS_REMOVED = "heavy keys were removed: use 'window W + merged C' without a map, or the window alone"
 """Cure for a folder or a written form of an earlier version."""
 # What an audit sets itself, so that draws are comparable between maps, and what it measures with `fit`.

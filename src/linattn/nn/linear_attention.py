@@ -151,6 +151,8 @@ class LinearAttention(Attention):
         if bias is not None:
             for projection, copied in zip(projections, (*bias.chunk(3), mha.out_proj.bias), strict=True):
                 projection.bias = nn.Parameter(copied.detach().clone())
+        for projection in projections:
+            projection.requires_grad_(weight.requires_grad)
         return layer.train(mha.training)
 
     def _attend(self, heads: Heads) -> Tensor:

@@ -113,6 +113,7 @@ class LinearLM(nn.Module):
     Args:
         vocab_size: V.
         blocks: at least one, of one width, all of them causal.
+        initialize: give the blocks' products new weights too; False keeps those of blocks that are trained or adopted.
 
     Raises:
         ValueError: V is no positive integer; no block; blocks of different widths, or some that are not causal.
@@ -133,7 +134,7 @@ class LinearLM(nn.Module):
         for the shared embedding.
     """
 
-    def __init__(self, vocab_size: int, blocks: Iterable[Block]) -> None:
+    def __init__(self, vocab_size: int, blocks: Iterable[Block], *, initialize: bool = True) -> None:
         super().__init__()
         held = list(blocks)
         if others := sorted({type(block).__name__ for block in held if not isinstance(block, Block)}):
@@ -151,7 +152,7 @@ class LinearLM(nn.Module):
         )
         self.norm = nn.RMSNorm(width, device=weight.device, dtype=weight.dtype)
         self.gradient_checkpointing = False
-        initialize_(self)
+        initialize_(self, embedding_alone=not initialize)
 
     def forward(self, tokens: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """Numbers of tokens (B, L) -> logits (B, L, V); `key_mask` (B, L) bool, True = attend."""
@@ -206,10 +207,10 @@ class LinearLM(nn.Module):
 
 
 @torch.no_grad()
-def initialize_(model: LinearLM) -> None:
+def initialize_(model: LinearLM, *, embedding_alone: bool = False) -> None:
     """GPT-2's initial weights: deviation 0.02, less for what is added to its input; maps and gates keep their own."""
     nn.init.normal_(model.embedding.weight, std=0.02)
-    for block in model.blocks:
+    for block in () if embedding_alone else model.blocks:
         for name, part in (*block.attention.named_children(), *block.mlp.named_children()):
             if isinstance(part, nn.Linear):
                 is_added = name in ("o_proj", "down_proj")

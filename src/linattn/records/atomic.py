@@ -13,6 +13,7 @@ from uuid import uuid4
 _FULL = [getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG") if hasattr(errno, name)]
 # A name may have 255 bytes, and a character up to 4.
 _MOST_CHARACTERS = 40
+_MAY_FLUSH = "r+b" if os.name == "nt" else "rb"  # Windows flushes what may be written alone
 
 
 @contextmanager
@@ -33,7 +34,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         yield temporary
         for path in temporary.rglob("*"):
             if path.is_file():
-                with path.open("rb") as file:
+                with path.open(_MAY_FLUSH) as file:
                     os.fsync(file.fileno())
 
 
@@ -45,6 +46,8 @@ def _renamed_to(place: Path) -> Iterator[Path]:
     try:
         with full_disk_names(place):
             yield temporary
+            with suppress(OSError):
+                place.rmdir()  # empty: Windows renames to no folder that exists
             temporary.replace(place)
     except BaseException:
         # What cannot be removed must not hide the error.

@@ -58,6 +58,29 @@ class Restored:
         return self
 
 
+class StreamState(Restored):
+    """A state of a stream, whose tensors go elsewhere together."""
+
+    _each: Callable[..., Self]  # with a function of each tensor
+
+    def detach(self) -> Self:
+        """The state, cut from the graph that built it."""
+        return self._each(Tensor.detach)
+
+    def to(self, device: torch.device | str) -> Self:
+        """The state on another device.
+
+        Raises:
+            TypeError: a dtype was given: sums and biases keep at least float32, whatever the tokens' dtype.
+        """
+        if not isinstance(device, torch.device | str | int):
+            raise TypeError(
+                f"{type(self).__name__}.to takes a device, got {device!r}; to go on in tokens of another dtype, begin "
+                "a new state with them"
+            )
+        return self._each(lambda x: x.to(device))
+
+
 def register(
     kind: type, flatten: Callable[[Any], tuple[list[Any], Any]], unflatten: Callable[..., Any], **context: Any
 ) -> None:

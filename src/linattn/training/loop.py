@@ -185,6 +185,8 @@ class _Run:
             except KeyboardInterrupt:
                 # All processes end after the same step.
                 pressed.append(signal.SIGINT)
+        if self.progress.step > looked.step:  # something was pressed between two looks
+            self._timed(self._look)
 
     def _timed(self, do: Callable[[], None]) -> None:
         """Do something, and count its time, as the first process has it: what follows depends on it."""
