@@ -67,7 +67,7 @@ def readme_table() -> str:
         f"`linattn audit {header.model} --budget {budget} --method …`. {ARROWS} "
         f"KV cache: the {len(header.layers)} layers that are bounded, without the {header.num_exact} others, which "
         "hold as much in every row. "
-        "Fit unmerged: share of the tokens that are read before any is merged or evicted. "
+        "Fit unmerged: share of the tokens read before the first merge or eviction. "
         f"KL: KL divergence of the last {header.num_measured} predictions from the full cache's, in nats; mean and "
         "median of each passage, averaged over passages. A few predictions make up most of each mean; the full "
         "cache's own is rounding. "
