@@ -328,8 +328,8 @@ FAULTS = (
     Fault(
         "let a window forget what leaves it short",
         "hf/_text_caches.py",
-        "if held - count < min(",
-        "if held < min(",
+        "if number - count < min(",
+        "if number < min(",
         "tests/hf/test_sliding_windows.py",
     ),
     Fault(

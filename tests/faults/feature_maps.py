@@ -6,6 +6,13 @@ from faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "forget how many heads a wrapped map has",
+        "feature_maps/_wrapper.py",
+        '        self.num_heads = getattr(inner, "num_heads", None)\n',
+        "",
+        "tests/feature_maps/test_refusals.py",
+    ),
+    Fault(
         "step one token with buffers of before",
         "feature_maps/random_features.py",
         "        self._follow_buffers()\n        if self._prepared_from",

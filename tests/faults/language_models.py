@@ -155,6 +155,27 @@ FAULTS = (
         AGAIN,
     ),
     Fault(
+        "count positions of pictures as tokens",
+        "hf/_text_caches.py",
+        "least = 1 if places.ndim > 2",
+        "least = count if places.ndim > 2",
+        AGAIN,
+    ),
+    Fault(
+        "let a convolution forget what leaves it short",
+        "hf/_text_caches.py",
+        "for n, x in states.items() if x is not None]",
+        "for n, x in states.items() if x is not None and False]",
+        AGAIN,
+    ),
+    Fault(
+        "take softmax back in a tower that is linearized",
+        "hf/_attention_modules.py",
+        " and not hasattr(x.config, _LINEARIZED)",
+        "",
+        TOWERS,
+    ),
+    Fault(
         "note recurrent layers where they store alone",
         "hf/_text_caches.py",
         "def get_conv_state(self, layer_idx: int, state_idx: int = 0)",
@@ -171,7 +192,7 @@ FAULTS = (
     Fault(
         "leave a tower named that was loaded so",
         "hf/_attention_modules.py",
-        "if id(part.config) in idle and part.config._attn_implementation == name:",
+        "if part.config._attn_implementation == name:",
         "if False:",
         TOWERS,
     ),

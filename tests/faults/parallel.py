@@ -10,6 +10,13 @@ AGREEMENT, PARTS, COLLECTIVES, MODELS = (f"tests/parallel/test_{name}.py" for na
 
 FAULTS = (
     Fault(
+        "cut a rank's keys by gates of other tokens",
+        "parallel/parts.py",
+        "            checked_gates(gates, weights[0], key)\n",
+        "            pass\n",
+        "tests/parallel/test_parts.py",
+    ),
+    Fault(
         "number a part's tokens by place where a mask numbers them",
         "hf/context_parallel.py",
         'counts[arguments.get("attention_mask") is not None]',

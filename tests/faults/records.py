@@ -26,7 +26,7 @@ FAULTS = (
         'path.open("rb")',
         "tests/records/test_atomic.py",
     ),
-    Fault("rename to a folder", "records/atomic.py", "place.rmdir()", "pass", "tests/records/test_atomic.py"),
+    Fault("rename to a folder", "records/atomic.py", "folder.rmdir()", "pass", "tests/records/test_atomic.py"),
     Fault(
         "write a folder in its place",
         "records/atomic.py",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from linattn import linear_attention_with_state
 from linattn.feature_maps import (
     FEATURE_MAPS,
     Balanced,
@@ -164,3 +165,11 @@ def test_another_head_width_is_refused(build: Callable[..., FeatureMap], name: s
     for action in (feature_map.query, feature_map.key, lambda x: feature_map.kernel(x, x)):
         with pytest.raises(ValueError, match=f"{name} was built for head_dim=6, got vectors of width 7"):
             action(wrong)
+
+
+def test_a_wrapper_has_its_inner_map_s_heads() -> None:
+    """One key/value head would be broadcast over those of the map."""
+    zero = torch.zeros(1, 4)
+    wrapped = Centred(FavorPlus(4, 8, num_heads=2), query_mean=zero, key_mean=zero)
+    with pytest.raises(ValueError, match="holds one set of parameters for each of 2 key/value heads, got 1 heads"):
+        linear_attention_with_state(torch.ones(1, 2, 1, 4), *(torch.ones(1, 1, 1, 4),) * 2, wrapped, enable_gqa=True)

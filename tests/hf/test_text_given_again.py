@@ -132,6 +132,10 @@ def test_a_last_call_is_taken_back_from_convolutions_too(kind: str) -> None:
         cache.crop(10 - end)
     wanted = model(IDS[:, :14], past_key_values=empty()).logits[:, 10:]
     torch.testing.assert_close(model(IDS[:, 10:14], past_key_values=cache).logits, wanted, rtol=1e-4, atol=1e-4)
+    # What transformers holds of a convolution after a crop leaves too little to look back at.
+    cache.crop(-2)
+    with pytest.raises(ValueError, match="a window of 3 tokens cannot forget 2 of the 3 that it holds since the last"):
+        cache.crop(-2)
 
 
 @pytest.mark.parametrize("kind", ["states", "bounded"])
@@ -150,6 +154,9 @@ def test_models_whose_pictures_count_fewer_positions_than_tokens(kind: str) -> N
     longer = torch.cat((IDS, IDS[:, :1]), 1)
     found, wanted = (model.generate(longer, **GREEDY, past_key_values=each) for each in (cache.fork(), empty()))
     assert torch.equal(found, wanted)
+    # As after a picture of 11 tokens at one position.
+    model.model.rope_deltas = torch.full((2, 1), -10)
+    assert model.generate(longer, **GREEDY, past_key_values=cache).shape == wanted.shape
 
 
 def interrupt(*_: object) -> None:

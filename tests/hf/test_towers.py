@@ -8,9 +8,18 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma4Config, Gemma4ForConditionalGeneration, PreTrainedModel
+from transformers import (
+    CLIPVisionConfig,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+)
 
 from architectures import DECODER, VOCABULARY
+from linattn import MergedKV
 from linattn.hf import BoundedCache, linearize_, restore_
 
 
@@ -62,3 +71,18 @@ def test_a_tower_keeps_its_attention(change: Callable[[PreTrainedModel], object]
     if change is not BoundedCache:
         restore_(model)
         assert [part.config._attn_implementation for part in parts] == names
+
+
+@torch.no_grad()
+def test_a_tower_that_is_linearized_stays_so() -> None:
+    """Beside a bounded cache of the text."""
+    sight = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**sight, "image_size": 8, "patch_size": 4}
+    torch.manual_seed(0)
+    config = LlavaConfig(text_config=LlamaConfig(**DECODER), vision_config=CLIPVisionConfig(**vision))
+    model = LlavaForConditionalGeneration(config).eval()
+    tower, picture = model.model.vision_tower, torch.randn(1, 3, 8, 8)
+    linearize_(tower, method=MergedKV(None, 8, None, 0))
+    wanted = tower(picture).last_hidden_state
+    BoundedCache(model, 64)
+    assert torch.equal(tower(picture).last_hidden_state, wanted)

@@ -155,3 +155,9 @@ def test_a_frozen_layer_stays_so() -> None:
     free = encoder_layer()
     free.self_attn = with_every_key_exact(free.self_attn)
     assert all(parameter.requires_grad for parameter in free.parameters())
+    part = encoder_layer()
+    part.self_attn.in_proj_weight.requires_grad_(False)
+    part.self_attn.out_proj.bias.requires_grad_(False)
+    part.self_attn = with_every_key_exact(part.self_attn)
+    free = {name for name, parameter in part.self_attn.named_parameters() if parameter.requires_grad}
+    assert free == {f"layer.{name}" for name in ("q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.weight")}

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from grid import MAPS, SOFTMAX_MAPS, build, takes_statistics_from_the_call
+from linattn.feature_maps import EluPlusOne
+from linattn.parallel.parts import Part
+from linattn.positions import Gates
 from ranks import SIZES
 from split_calls import (
     LENGTHS,
@@ -142,3 +145,11 @@ def test_tensors_that_know_their_ranks_are_refused_where_nothing_is_split(on_ran
     for found in on_ranks(2, refusals_of_distributed):
         assert len(found) == 6
         assert all("got a DTensor; call through" in words for words in found.values()), found
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 2, 5), (1, 1, 6), (3, 2, 6)])
+def test_gates_of_other_tokens_are_refused_before_anything_is_sent(shape: tuple[int, ...]) -> None:
+    """They say where a rank's keys are cut: shorter ones would leave keys out."""
+    tokens, gates = (torch.ones(2, 2, 6, 4),) * 3, Gates(torch.full(shape, -0.1))
+    with pytest.raises(ValueError, match=r"gates are those of the keys, .* for keys of \(2, 2, 6\)"):
+        Part.checked(tokens, EluPlusOne(4), (None, None), gates, is_causal=True, enable_gqa=False)

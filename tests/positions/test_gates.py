@@ -370,15 +370,15 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "integers": (lambda: refused(torch.zeros(2, 2, 5).int()), TypeError, "log_forget must be a floating.*int32"),
     "two dimensions": (lambda: refused(torch.zeros(2, 5)), ValueError, r"log_forget must be \(B or 1, Hkv, L\)"),
     "other input gates": (lambda: refused(log_input=torch.zeros(2, 2, 4)), ValueError, "log_input must be .*the same"),
-    "other tokens": (lambda: refused(torch.zeros(2, 2, 4)), ValueError, "5 queries, 5 keys and 4 gates"),
-    "fewer queries": (lambda: refused(q=tokens(2, 4, 3, 8)), ValueError, "3 queries, 5 keys and 5 gates"),
-    "of query heads": (lambda: refused(torch.zeros(2, 4, 5)), ValueError, "got 4 for 2 heads"),
-    "another batch": (lambda: refused(torch.zeros(3, 2, 5)), ValueError, "got a batch of 3 for one of 2"),
-    "another mask": (
-        lambda: refused(key_mask=torch.ones(2, 4, dtype=torch.bool)),
+    "other tokens": (lambda: refused(torch.zeros(2, 2, 4)), ValueError, r"got \(2, 2, 4\) for keys of \(2, 2, 5\)"),
+    "fewer queries": (
+        lambda: refused(q=tokens(2, 4, 3, 8)),
         ValueError,
-        r"key_mask must be \(B, L\) for gates",
+        "queries stand beside keys, got 3 for 5",
     ),
+    "of query heads": (lambda: refused(torch.zeros(2, 4, 5)), ValueError, r"got \(2, 4, 5\) for keys of \(2, 2, 5\)"),
+    "another batch": (lambda: refused(torch.zeros(3, 2, 5)), ValueError, r"got \(3, 2, 5\) for keys of \(2, 2, 5\)"),
+    "another mask": (lambda: refused(key_mask=torch.ones(2, 4) > 0), ValueError, r"must be \(B, L\) for gates"),
     "a mask of one row": (
         lambda: refused(key_mask=torch.ones(5, dtype=torch.bool)),
         ValueError,

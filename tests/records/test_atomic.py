@@ -48,6 +48,9 @@ def test_where_only_what_may_be_written_is_flushed_and_nothing_renamed_to_a_fold
         with atomic_folder(tmp_path / name) as folder:
             (folder / "file").write_text("whole")
     assert names(tmp_path) == ["empty", "empty/file", "new", "new/file"]
+    (tmp_path / "plan").mkdir()
+    with pytest.raises(AssertionError), atomic_file(tmp_path / "plan"):
+        pass
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, ValueError, SystemExit])

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from linattn.attention.backends.reference import log_weights
 from linattn.attention.bound_map import bind
 from linattn.attention.checking import checked_for, live_keys
 from linattn.attention.sums import lowest
@@ -15,6 +14,9 @@ from linattn.softmax.checking import check_indices
 from linattn.softmax.partial import exponentials
 from linattn.softmax.precision import accumulation_dtype, are_large, divided, enlarged, lift, rescaled, small_power
 from linattn.softmax.tracing import has_values
+
+# Exponents held at once when rows are formed one weight at a time.
+_BUDGET = 2**24
 
 
 def attention_rows(
@@ -98,7 +100,9 @@ def _weights(feature_map: FeatureMap, query: Tensor, key: Tensor, logit_bias: Te
 def _log_weights(feature_map: FeatureMap, query: Tensor, key: Tensor, logit_bias: Tensor) -> Tensor:
     """Weights from log Σ_f φ_f(q)φ_f(k), which no later key can underflow."""
     lq, lk = feature_map.query(query.flatten(2, 3)).to(key), feature_map.key(key).to(key)
-    return exponentials(log_weights(lq.unflatten(2, query.shape[2:4]), lk) + logit_bias)[0]
+    step = max(_BUDGET // max(lq[..., 0].numel() * lq.shape[-1], 1), 1)
+    logs = torch.cat([torch.logsumexp(lq.unsqueeze(-2) + part.unsqueeze(-3), -1) for part in lk.split(step, -2)], -1)
+    return exponentials(logs.unflatten(2, query.shape[2:4]) + logit_bias)[0]
 
 
 def _grouped_weights(feature_map: GroupedFeatureMap, query: Tensor, key: Tensor, logit_bias: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch.nn.functional import kl_div
 
 from linattn.cli.terminal import ending, of_option, share_bar
 from linattn.hf import BoundedCache, BoundedLayer, Cache, LoadedModel, PreTrainedModel, cache_bytes
+from linattn.hf.loading import most_tokens
 from linattn.hf.streaming import IncrementalDecoder, end_tokens, load_language_model, new_cache, stream_tokens
 from linattn.kv_cache.budget import BITS_BY_DEFAULT, RECALLS, Recall
 from linattn.kv_cache.coded_tokens import CodedTokens
@@ -80,7 +81,7 @@ def generation(
             raise ValueError("the prompt gives no token; give a text")
         cache = new_cache(loaded.model) if keeping is None else keeping.cache(loaded.model)
         # Of a table of positions; rotary ones, made as they are needed, have no end.
-        most, length = getattr(loaded.model.config, "max_position_embeddings", None), tokens.shape[1] + num_tokens
+        most, length = most_tokens(loaded.model), tokens.shape[1] + num_tokens
         is_rotary = any(name.endswith("inv_freq") for name, _ in loaded.model.named_buffers())
         if most is not None and length - 1 > most and not is_rotary:
             raise ValueError(f"the model has {most} positions, prompt and --tokens are {length} together; give fewer")

@@ -42,6 +42,7 @@ class Wrapper(FittedMap):
         self.exponential = inner.exponential
         self.nonnegative = inner.nonnegative
         self.scale = inner.scale
+        self.num_heads = getattr(inner, "num_heads", None)
         self.inner = inner
 
     @abstractmethod

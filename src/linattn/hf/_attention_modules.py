@@ -153,8 +153,8 @@ class Implementation(str):
 def put_before(model: PreTrainedModel, name: str) -> None:
     """Make a probed model attend by a registered function that hands calls on to the implementation it has."""
     idle = idle_configs(model, {part.module for part in attention_modules(model) if part.cache_place is not None})
-    for part in parts_of(model):
-        if id(part.config) in idle and part.config._attn_implementation == name:  # it was loaded with it
+    for part in (x for x in parts_of(model) if id(x.config) in idle and not hasattr(x.config, _LINEARIZED)):
+        if part.config._attn_implementation == name:  # it was loaded with it
             part.config._attn_implementation_internal = "sdpa" if part._supports_sdpa else "eager"
     for config in (each for each in _configs(model) if id(each) not in idle):
         # In one step: another thread may be calling the model.

@@ -173,13 +173,16 @@ class TextCache(ForkedCache):
                 raise ValueError("recurrent layers cannot forget tokens; keep a fork of the cache from before")
         count = abs(tokens_to_remove)
         for layer in self.layers:
+            # What a window, or a convolution, holds since the last crop: transformers holds one width after that.
+            states, kernels = (getattr(layer, name, {}) for name in ("conv_states", "conv_kernel_size"))
+            held = [(x.shape[-1], kernels[n]) for n, x in states.items() if x is not None]
             if isinstance(layer, DynamicSlidingWindowLayer):
-                # Tokens behind which a window would not be full: transformers holds one window after a crop.
-                held, left = DynamicLayer.get_seq_length(layer), layer.get_seq_length() - count
-                if held - count < min(left, layer.sliding_window - 1):
+                held.append((DynamicLayer.get_seq_length(layer), layer.sliding_window))
+            for number, width in held:
+                if number - count < min(self.get_seq_length() - count, width - 1):
                     raise ValueError(
-                        f"a sliding window of {layer.sliding_window} tokens cannot forget {count} of the {held} that "
-                        "it holds since the last crop; crop once between two calls, or keep a fork from before"
+                        f"a window of {width} tokens cannot forget {count} of the {number} that it holds since the "
+                        "last crop; crop once between two calls, or keep a fork from before"
                     )
         self._started -= count
         super().crop(tokens_to_remove)

@@ -68,10 +68,9 @@ class LoadedModel:
 
 
 def most_tokens(model: PreTrainedModel) -> int | None:
-    """How many tokens a model has positions for; None where its configuration does not say."""
+    """How many tokens a model has positions for, None if nothing says it; RoBERTa's begin behind that of padding."""
     limit: int | None = getattr(model.config, "max_position_embeddings", None)
     tables = [part for name, part in model.named_modules() if name.endswith("position_embeddings")]
-    # RoBERTa's positions begin behind that of padding.
     unused = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
     return limit if limit is None or not unused else limit - unused[0]
 

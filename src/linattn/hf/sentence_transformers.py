@@ -15,7 +15,7 @@ from sentence_transformers.base.modules import Transformer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linattn.hf.loading import quiet
+from linattn.hf.loading import most_tokens, quiet
 from linattn.hf.saving import from_pretrained, write_linearized
 from linattn.records.atomic import atomic_folder
 
@@ -31,7 +31,7 @@ class LinearTransformer(Transformer):
         try:
             outputs: dict[str, Any] = super().forward(features, **options)
         except (IndexError, RuntimeError) as error:
-            limit, ids = getattr(self.config, "max_position_embeddings", None), features.get("input_ids")
+            limit, ids = most_tokens(self.model), features.get("input_ids")
             if limit is None or not isinstance(ids, Tensor) or ids.shape[-1] <= limit:
                 raise
             raise ValueError(

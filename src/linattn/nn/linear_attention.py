@@ -144,15 +144,15 @@ class LinearAttention(Attention):
         made: Any = {"bias": bias is not None, "device": weight.device, "dtype": weight.dtype}
         layer = cls(mha.embed_dim, mha.num_heads, feature_map, is_causal=is_causal, window=window, **made)
         projections = layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj
-        for projection, copied in zip(projections, weights, strict=True):
-            projection.weight = nn.Parameter(copied.detach().clone())
+        sources = (*(apart if joint is None else (joint,) * 3), weight)
+        for projection, copied, source in zip(projections, weights, sources, strict=True):
+            projection.weight = nn.Parameter(copied.detach().clone(), source.requires_grad)
             # A memory may have a width of its own.
             projection.out_features, projection.in_features = copied.shape
         if bias is not None:
             for projection, copied in zip(projections, (*bias.chunk(3), mha.out_proj.bias), strict=True):
-                projection.bias = nn.Parameter(copied.detach().clone())
-        for projection in projections:
-            projection.requires_grad_(weight.requires_grad)
+                source = mha.out_proj.bias if projection is layer.o_proj else bias
+                projection.bias = nn.Parameter(copied.detach().clone(), source.requires_grad)
         return layer.train(mha.training)
 
     def _attend(self, heads: Heads) -> Tensor:

@@ -24,7 +24,7 @@ from linattn.attention.window import WindowKeys, attend_around
 from linattn.feature_maps import FeatureMap
 from linattn.parallel.ranks import Exchange, Gather, Ranks
 from linattn.positions import Gates, gate_bias, gated_attention_with_state
-from linattn.positions.gates import spans
+from linattn.positions.gates import checked_gates, spans
 from linattn.softmax import combine
 from linattn.softmax.attention import inert
 from linattn.softmax.checking import KeyWeights, Qkv
@@ -108,6 +108,8 @@ class Part(NamedTuple):
                 f"is_causal={is_causal} and key_bias {'given' if weights[1] is not None else 'None'}; with gates give "
                 "is_causal=True and no key_bias"
             )
+        if gates is not None:
+            checked_gates(gates, weights[0], key)
         with torch.no_grad():
             statistics = feature_map.call_tensors(query.detach(), key.detach(), key_mask=None, is_causal=False)
         if statistics:

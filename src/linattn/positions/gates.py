@@ -99,7 +99,7 @@ def gate_bias(gates: Gates, *, key_mask: Tensor | None = None) -> GateBias:
         2405.04517), section 2.3, one number per head, under a normaliser; Lin et al. 2025 (Forgetting Transformer,
         arXiv 2503.02130), section 3, for the same bias under softmax.
     """
-    return _bias(_checked(gates, key_mask))
+    return _bias(checked_gates(gates, key_mask))
 
 
 def gated_attention_with_state(
@@ -153,19 +153,10 @@ def gated_attention_with_state(
     Source: as `gate_bias`.
     """
     check_dense(query=query, key=key, value=value)
-    gates, length = _checked(gates, key_mask), key.shape[2]
-    log_forget = gates.log_forget
-    if query.shape[2] != length or log_forget.shape[2] != length:
-        raise ValueError(
-            f"gates are those of the keys, and queries stand beside them, got {query.shape[2]} queries, {length} keys "
-            f"and {log_forget.shape[2]} gates; give the same tokens to all three"
-        )
-    if log_forget.shape[0] not in (1, key.shape[0]):
-        raise ValueError(f"gates are those of the keys, got a batch of {log_forget.shape[0]} for one of {key.shape[0]}")
-    if log_forget.shape[1] != key.shape[1]:
-        raise ValueError(f"gates are one for each key/value head, got {log_forget.shape[1]} for {key.shape[1]} heads")
-    outs = []
-    for at in spans(log_forget):
+    gates, outs = checked_gates(gates, key_mask, key), []
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(f"gated queries stand beside keys, got {query.shape[2]} for {key.shape[2]}; give as many")
+    for at in spans(gates.log_forget):
         key_bias, log_decay = _bias(gates.cut(at))
         tokens = query[:, :, at], key[:, :, at], value[:, :, at], feature_map
         bias = key_bias.expand(key.shape[0], -1, -1)
@@ -204,8 +195,8 @@ def spans(log_forget: Tensor) -> Iterator[slice]:
         start = end
 
 
-def _checked(gates: Gates, key_mask: Tensor | None) -> Gates:
-    """The gates in float64, 0 at masked tokens; wrong shapes refused."""
+def checked_gates(gates: Gates, key_mask: Tensor | None, key: Tensor | None = None) -> Gates:
+    """The gates in float64, 0 at masked tokens; wrong shapes refused, and others than those of the keys."""
     named = {"log_forget": gates.log_forget} | ({} if gates.log_input is None else {"log_input": gates.log_input})
     check_dense(**named, key_mask=key_mask)
     for name, x in named.items():
@@ -215,6 +206,12 @@ def _checked(gates: Gates, key_mask: Tensor | None) -> Gates:
                 f"{name} must be (B or 1, Hkv, L), the same for both gates, got {tuple(x.shape)} beside log_forget of "
                 f"{tuple(gates.log_forget.shape)}"
             )
+    shape = gates.log_forget.shape
+    if key is not None and (shape[0] not in (1, key.shape[0]) or shape[1:] != key.shape[1:3]):
+        raise ValueError(
+            f"gates are those of the keys, (B or 1, Hkv, L), got {tuple(shape)} for keys of {tuple(key.shape[:3])}; "
+            "give a gate for each key/value head and token"
+        )
     logs = [x.double() for x in named.values()]
     if key_mask is not None:
         check_bool(key_mask)

@@ -36,6 +36,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             if path.is_file():
                 with path.open(_MAY_FLUSH) as file:
                     os.fsync(file.fileno())
+        with suppress(OSError):
+            folder.rmdir()  # empty: Windows renames to no folder that exists
 
 
 @contextmanager
@@ -46,8 +48,6 @@ def _renamed_to(place: Path) -> Iterator[Path]:
     try:
         with full_disk_names(place):
             yield temporary
-            with suppress(OSError):
-                place.rmdir()  # empty: Windows renames to no folder that exists
             temporary.replace(place)
     except BaseException:
         # What cannot be removed must not hide the error.

@@ -87,10 +87,9 @@ def train(training: Training, work: WorkFolder | None, notify: Notify) -> Traine
     for all. The model's tensors are whole on every process, or sharded over all of them by torch's `fully_shard`; then
     all read checkpoints, in a folder that all see. Any number of processes goes on from a checkpoint, whole or sharded.
 
-    Ctrl-C ends the training after the current step, as if its time were over; so does a KeyboardInterrupt from
-    `notify`. Raises RuntimeError if the validation loss before training, or a gradient, is not finite; ValueError if a
-    checkpoint holds other tensors than model and optimiser have, or a launcher started processes of which no group was
-    made.
+    Ctrl-C ends the training after the current step and a look, as if its time were over; so does a KeyboardInterrupt
+    from `notify`. Raises RuntimeError if the validation loss before training, or a gradient, is not finite; ValueError
+    if a checkpoint holds other tensors than model and optimiser have, or a launcher started processes without a group.
 
     Source: Loshchilov and Hutter 2019 (arXiv 1711.05101) for AdamW.
     """

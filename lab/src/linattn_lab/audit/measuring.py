@@ -20,6 +20,7 @@ from torch import Tensor
 
 from linattn.feature_maps.digests import weights_digest
 from linattn.hf import AttentionCall, LoadedModel
+from linattn.hf.loading import most_tokens
 from linattn_lab.audit.grid import AuditGrid, Configuration, in_words
 from linattn_lab.audit.kept import Kept
 from linattn_lab.audit.layer_rows import head_rows, rank_rows, ranks
@@ -112,7 +113,7 @@ class Audit:
             left_out=left_out,
             layers=[call.layer for call in calls] if recorded.windowed else [],
             windowed=list(recorded.windowed),
-            longest=getattr(loaded.model.config, "max_position_embeddings", None),
+            longest=most_tokens(loaded.model),
             num_key_heads=calls[0].key.shape[1],
             weights_sha256=weights_digest(loaded.model),
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from linattn.hf import BoundedLayerReport, LoadedModel, PreTrainedModel, new_cache
+from linattn.hf import BoundedLayerReport, LoadedModel, PreTrainedModel, loading, new_cache
 from linattn_lab.kv_audit.divergence import divergence, tails
 from linattn_lab.kv_audit.methods import Method, kept
 from linattn_lab.kv_audit.names import FULL
@@ -25,7 +25,7 @@ _ANY_LENGTH = 2**62
 
 def most_tokens(model: PreTrainedModel) -> int:
     """Tokens of a passage at most, so that what is written after it and one token more have positions of the model."""
-    positions: int | None = getattr(model.config, "max_position_embeddings", None)
+    positions = loading.most_tokens(model)
     return _ANY_LENGTH if positions is None else positions - NUM_WRITTEN - 1
 
 

@@ -102,19 +102,13 @@ class Backend(Protocol):
         """The call's queries over the sums' keys alone."""
 
 
-class Folding(Backend, Protocol):
-    """A backend with a causal fold."""
-
-    def fold(self, call: Call, before: Sums, span: int) -> tuple[Rows, Sums]:
-        """Causal rows of as many queries as keys, and the sums after them."""
-
-
-def attend_aligned(backend: Folding, call: Call, before: Sums, span: int) -> tuple[Rows, Sums]:
-    """Causal rows where queries and keys differ in number, aligned bottom-right, and the sums after them."""
+def attend_aligned(backend: Any, call: Call, before: Sums, span: int) -> tuple[Rows, Sums]:
+    """Causal rows where queries and keys differ in number, aligned bottom-right; the backend has a `fold`."""
     extra = call.key.shape[2] - call.query.shape[3]
     if extra > 0:
         before = backend.absorb(call.with_keys(slice(extra)), before)
-        return backend.fold(call.with_keys(slice(extra, None)), before, span)
+        rows: tuple[Rows, Sums] = backend.fold(call.with_keys(slice(extra, None)), before, span)
+        return rows
     late, after = backend.fold(call._replace(query=call.query[..., -extra:, :]), before, span)
     early = backend.read(call._replace(query=call.query[..., :-extra, :]), before)
     return Rows(*(torch.cat(parts, 3) for parts in zip(early, late, strict=True))), after

@@ -72,7 +72,7 @@ def _attend(
         log_k, phi_k = feature_map.key_log_weight(k), feature_map.key(k)
     elif feature_map.exponential:
         lq, lk = feature_map.query(q.flatten(2, 3)).to(q).unflatten(2, q.shape[2:4]), feature_map.key(k).to(q)
-        exponents, from_state = log_weights(lq, lk) + rise, lq + m[:, :, None, None]
+        exponents, from_state = _log_weights(lq, lk) + rise, lq + m[:, :, None, None]
         reference = torch.maximum(_peak(exponents, from_state), from_state.amax(-1))
         rows = torch.exp(exponents - reference.unsqueeze(-1)) @ extended.unsqueeze(2)
         rows = rows + torch.exp(from_state - reference.unsqueeze(-1)) @ sums.unsqueeze(2)
@@ -90,7 +90,7 @@ def _attend(
     return Rows(out, rows[..., -1], reference), _after(sums, m, log_k + bias.unsqueeze(-1), phi_k, extended)
 
 
-def log_weights(lq: Tensor, lk: Tensor) -> Tensor:
+def _log_weights(lq: Tensor, lk: Tensor) -> Tensor:
     """log φ(q)·φ(k) (B, H, G, Lq, Lk); where there are many, a few queries of a head at a time, which a cache holds."""
     terms = lq.numel() * lk.shape[2]
     if terms <= _FEW_TERMS:
