@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from io import StringIO
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -102,6 +103,21 @@ def test_files_beside_a_model_that_is_continued_are_kept(tmp_path, places):
     assert files == {"model": "new", "README.md": "new", "notes.txt": "old", "figures/one": "old"}
     assert (out / "link").readlink() == tmp_path / "elsewhere"
     assert not list(work.iterdir())
+
+
+def test_a_model_takes_the_place_of_an_empty_folder_that_nothing_is_renamed_to(tmp_path, monkeypatch):
+    """As on Windows."""
+    out, work, rename = tmp_path / "out", tmp_path / "out.unfinished", Path.rename
+
+    def rename_to_none(path, target):
+        assert not target.exists()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_to_none)
+    work.mkdir()
+    out.mkdir()
+    finish(work, out, written)
+    assert (out / "model").read_text() == "new"
 
 
 def test_a_link_to_a_model_that_is_continued(tmp_path):

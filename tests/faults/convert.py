@@ -6,6 +6,13 @@ from faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "rename a model to a folder that exists",
+        "cli/new_folder.py",
+        "            out.rmdir()",
+        "            pass",
+        "tests/cli/test_convert_alone.py",
+    ),
+    Fault(
         "adapt the routers of experts",
         "convert/distilling.py",
         '(isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")',

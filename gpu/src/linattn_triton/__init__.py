@@ -38,7 +38,7 @@ class Kernels:
             return self.read(call, after), after
         if call.key.shape[2] == call.query.shape[3]:
             return self.fold(call, before, span)
-        return attend_aligned(self, call, before, span)
+        return attend_aligned(self, self.fold, call, before, span)
 
     def fold(self, call: Call, before: Sums, span: int) -> tuple[Rows, Sums]:
         """Causal rows of as many queries as keys, and the sums after them."""

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from dataclasses import dataclass
+from typing import Self
 
 from linattn.records.texts import read_text
 
@@ -20,6 +21,6 @@ class Text:
         return hashlib.sha256(self.content.encode()).hexdigest()
 
     @classmethod
-    def read(cls, file: str | os.PathLike[str] | None = None) -> "Text":
+    def read(cls, file: str | os.PathLike[str] | None = None) -> Self:
         """A text file, or the English prose that comes with Python."""
         return cls("pydoc topics" if file is None else str(file), read_text(file))

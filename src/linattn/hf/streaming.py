@@ -89,7 +89,6 @@ def stream_tokens(
     def tokens() -> Iterator[Tensor]:
         """The draws, none before the first is asked for."""
         logits, num_read = prompt.new_empty(0), 0
-        # Frequencies of positions follow from the length of a call.
         size = prompt.shape[1] if is_switched(model) else _CHUNK
         for chunk in on_device({"input_ids": prompt}, model)["input_ids"].split(size, 1):
             logits = _step(model, chunk, text)

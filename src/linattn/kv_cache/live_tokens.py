@@ -26,8 +26,7 @@ def attend_live_tokens(
 ) -> Streamed[MergedKeys]:
     """`attend_by_groups` as if no row had masked tokens; in graphs, where a mask has no values yet, they take room."""
     if call.bias is None or not has_values(call.bias) or not bool((dead := call.bias == -torch.inf).any()):
-        # Queries that are not asked for would be sampled.
-        turns = not is_stream and call.query.shape[3] == call.key.shape[2]
+        turns = not is_stream and call.query.shape[3] == call.key.shape[2]  # else queries nobody asks for are sampled
         return attend_by_groups(call, (), keys, nothing, attend, turns=turns)
     live, before = ~dead.all(1), nothing() if keys is None else keys
     if not isinstance(before, RowGroups):

@@ -20,7 +20,7 @@ from linattn_lab.circumstances import processor, versions
 from linattn_lab.kv_audit.facts import MOST_FACTS
 from linattn_lab.kv_audit.methods import DEFAULT_KINDS, KINDS, Bounded, Method, methods, written_form
 from linattn_lab.kv_audit.names import ENOUGH, FACTS, FULL, PLANNED
-from linattn_lab.kv_audit.passage_figures import MOST_MEASURED, NUM_WRITTEN, Passage, most_tokens
+from linattn_lab.kv_audit.passage_figures import MOST_MEASURED, NUM_WRITTEN, Passage, longest_passage
 from linattn_lab.kv_audit.passages import TokenText
 from linattn_lab.kv_audit.reading import read, write
 from linattn_lab.kv_audit.records import Key, MemoryHeader, MemoryRow, PassageRow, TaskRow, key_of
@@ -240,7 +240,7 @@ def check(tasks: Sequence[str], kinds: Sequence[str], **numbers: int) -> None:
 
 def _lengths(loaded: LoadedModel, lengths: Sequence[int] | None) -> Sequence[int]:
     """Lengths that are asked for, or 4,096 tokens where the model takes as many; ValueError for others."""
-    most = most_tokens(loaded.model)
+    most = longest_passage(loaded.model)
     if lengths is None:
         return (min(_LENGTH, most),)
     for num_tokens in lengths:

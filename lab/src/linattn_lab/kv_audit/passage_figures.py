@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from linattn.hf import BoundedLayerReport, LoadedModel, PreTrainedModel, loading, new_cache
+from linattn.hf import BoundedLayerReport, LoadedModel, PreTrainedModel, new_cache
+from linattn.hf.loading import most_tokens
 from linattn_lab.kv_audit.divergence import divergence, tails
 from linattn_lab.kv_audit.methods import Method, kept
 from linattn_lab.kv_audit.names import FULL
@@ -23,9 +24,9 @@ _NUM_LAST = 48
 _ANY_LENGTH = 2**62
 
 
-def most_tokens(model: PreTrainedModel) -> int:
+def longest_passage(model: PreTrainedModel) -> int:
     """Tokens of a passage at most, so that what is written after it and one token more have positions of the model."""
-    positions = loading.most_tokens(model)
+    positions = most_tokens(model)
     return _ANY_LENGTH if positions is None else positions - NUM_WRITTEN - 1
 
 
@@ -55,7 +56,7 @@ class Passage:
             writing = (
                 exact_writing if method.name == FULL else write(self._model, reading.logs[-1], memory, NUM_WRITTEN)
             )
-            again = self._tokens[:, : min(self._chunk, most_tokens(self._model) + 1 - self.num_tokens)]
+            again = self._tokens[:, : min(self._chunk, longest_passage(self._model) + 1 - self.num_tokens)]
             allocated = peak_bytes(partial(read, self._model, again, memory, last=1, chunk=self._chunk))
         apart = divergence(exact.logs[:-1], reading.logs[:-1], self._tokens[0, 1 - last :])
         spread = tails(apart.kl)

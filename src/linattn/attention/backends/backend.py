@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -102,14 +103,15 @@ class Backend(Protocol):
         """The call's queries over the sums' keys alone."""
 
 
-def attend_aligned(backend: Any, call: Call, before: Sums, span: int) -> tuple[Rows, Sums]:
-    """Causal rows where queries and keys differ in number, aligned bottom-right; the backend has a `fold`."""
+def attend_aligned(
+    backend: Backend, fold: Callable[[Call, Sums, int], tuple[Rows, Sums]], call: Call, before: Sums, span: int
+) -> tuple[Rows, Sums]:
+    """Causal rows aligned bottom-right, and the sums after them, by a fold of as many queries as keys."""
     extra = call.key.shape[2] - call.query.shape[3]
     if extra > 0:
         before = backend.absorb(call.with_keys(slice(extra)), before)
-        rows: tuple[Rows, Sums] = backend.fold(call.with_keys(slice(extra, None)), before, span)
-        return rows
-    late, after = backend.fold(call._replace(query=call.query[..., -extra:, :]), before, span)
+        return fold(call.with_keys(slice(extra, None)), before, span)
+    late, after = fold(call._replace(query=call.query[..., -extra:, :]), before, span)
     early = backend.read(call._replace(query=call.query[..., :-extra, :]), before)
     return Rows(*(torch.cat(parts, 3) for parts in zip(early, late, strict=True))), after
 

@@ -33,7 +33,7 @@ class Blocked:
             return run(READ, bound, Read(query, *after)), after
         if key.shape[2] == query.shape[3]:
             return self.fold(call, before, span)
-        return attend_aligned(self, call, before, span)
+        return attend_aligned(self, self.fold, call, before, span)
 
     def fold(self, call: Call, before: Sums, span: int) -> tuple[Rows, Sums]:
         """Causal rows of as many queries as keys, and the sums after them."""
