@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from linattn.records.atomic import atomic_file
+from linattn.records.files import atomic_file
 
 Row = dict[str, Any]
 

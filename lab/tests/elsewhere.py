@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from linattn.records.locks import locked
+from linattn.records.files import locked
 
 
 @contextmanager

@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 from linattn.cli.app import app
 from linattn.cli.new_folder import finish
 from linattn.cli.training_progress import training_progress
-from linattn.records.locks import InUseError, locked
+from linattn.records.files import InUseError, locked
 from linattn.training import Progress
 
 # Holds a folder until it is killed.
 HOLDING = """
 import sys, time
 from pathlib import Path
-from linattn.records.locks import locked
+from linattn.records.files import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

@@ -145,6 +145,14 @@ def test_refusals(tmp_path, folder):
     result = run(tmp_path / "none", "--prompt", "a")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "is not a folder and not a GGUF file" in result.stderr
+    result = run(tmp_path / "none", "--prompt", "\udcff")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--prompt is no text in UTF-8" in result.stderr
+    config = LinearLMConfig(num_hidden_layers=1, positions="LearnedCodes(code_dim=4, max_length=8)")
+    LinearLMForCausalLM(config).save_pretrained(tmp_path / "short")
+    result = run(tmp_path / "short", "--prompt", "hello", "--tokens", "10")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "the model has 8 positions, prompt and --tokens are 15 together; give fewer" in result.stderr
     for family, kind in (("bert", "BertModel"), ("llama", "LlamaModel")):
         result = run(folder(family), "--prompt", "a")
         assert (result.exit_code, result.stdout) == (1, "")

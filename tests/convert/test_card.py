@@ -9,7 +9,7 @@ import pytest
 from linattn.convert import Agreement, Conversion, LayerError, Paying, Speed, Stage, Trained
 from linattn.convert.card import kept_in_words, kept_layers, layer_table, model_card, speed_in_words, stage_table
 from linattn.hf import LayerReport, Linearization
-from linattn.records.tables import Table
+from linattn.records.texts import Table
 
 
 def stage(name, value, *errors):

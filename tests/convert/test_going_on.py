@@ -17,7 +17,7 @@ from linattn.convert import ConvertConfig, convert_, course
 from linattn.convert.running import run
 from linattn.convert.stages import measure
 from linattn.hf import is_linearized
-from linattn.records.locks import LOCK, InUseError, locked
+from linattn.records.files import LOCK, InUseError, locked
 
 # Of the ticking clock, on which a step takes half a second and what belongs to it as much.
 CONFIG = ConvertConfig("LearnedExponential(num_features=8)", minutes=0.2, learning_rate=1e-3)

@@ -25,6 +25,7 @@ from faults import (
     states,
     training,
     triton,
+    two_texts,
     whole_models,
 )
 
@@ -52,4 +53,5 @@ FAULTS = (
     *kv_audit.FAULTS,
     *whole_models.FAULTS,
     *caches.FAULTS,
+    *two_texts.FAULTS,
 )

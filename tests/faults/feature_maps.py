@@ -341,4 +341,11 @@ FAULTS = (
         "if moment.is_meta:",
         "tests/laws/test_shapes_alone.py -k fitted_tensors",
     ),
+    Fault(
+        "lose draws where a model is materialised",
+        "feature_maps/base.py",
+        " or not (moved.is_meta or master.is_meta)",
+        "",
+        "tests/feature_maps/test_loading.py",
+    ),
 )

@@ -67,7 +67,7 @@ FAULTS = (
     ),
     Fault(
         "cap logits with their biases",
-        "softmax/weighted.py",
+        "softmax/attention.py",
         "bias + soft_capped(self.scale * (left @ right), self.soft_cap)",
         "soft_capped(bias + self.scale * (left @ right), self.soft_cap)",
         CAPS,
@@ -79,7 +79,7 @@ FAULTS = (
         "scoring.soft_cap",
         CAPS,
     ),
-    Fault("give a cap to torch's kernels", "softmax/weighted.py", "scoring.soft_cap is not None or", "", CAPS),
+    Fault("give a cap to torch's kernels", "softmax/attention.py", "scoring.soft_cap is not None or", "", CAPS),
     Fault("give a cap to compiled code", ROOM + "compiled.py", "if cap is not None:", "if False:", CAPS),
     Fault(
         "round the biases of keys that stay alone",
@@ -385,5 +385,12 @@ FAULTS = (
         "or sorted(numbers) != list(range(batch))",
         "",
         LEFT_PADDING_LAWS,
+    ),
+    Fault(
+        "keep the graph of sinks in a stream without gradients",
+        "kv_cache/stream.py",
+        "after.each(Tensor.detach) if is_over else after",
+        "after",
+        "tests/kv_cache/test_attention.py",
     ),
 )

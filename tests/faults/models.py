@@ -204,14 +204,14 @@ FAULTS = (
     Fault(
         "let a call begin without a look at its cache",
         "hf/_dispatch.py",
-        "refuse_text_again, partial(_check_call, names)\n",
-        "refuse_text_again\n",
+        "partial(refuse_text_again, names), partial(_check_call, names, places)\n",
+        "partial(refuse_text_again, names)\n",
         "tests/hf/test_state_cache.py",
     ),
     Fault(
         "let config.json name no attention of its own",
         "hf/_dispatch.py",
-        "    mark(model)\n",
+        "    mark(model, idle)\n",
         "",
         "tests/hf/test_own_saving.py",
     ),

@@ -317,4 +317,11 @@ FAULTS = (
         "dropout",
         "tests/nn/test_models.py -k fit",
     ),
+    Fault(
+        "give masked tokens positions",
+        "nn/attention.py",
+        "[0].masked_fill(~key_mask, 0)",
+        "[0]",
+        "tests/nn/test_layers.py",
+    ),
 )

@@ -12,8 +12,8 @@ FAULTS = (
     Fault(
         "cut a rank's keys by gates of other tokens",
         "parallel/parts.py",
-        "            checked_gates(gates, weights[0], key)\n",
-        "            pass\n",
+        "dtype, live = gates.log_forget.dtype, checked_gates(gates, weights[0], key)",
+        "dtype, live = gates.log_forget.dtype, gates",
         "tests/parallel/test_parts.py",
     ),
     Fault(

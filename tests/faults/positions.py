@@ -227,8 +227,8 @@ FAULTS = (
     Fault(
         "let gates that are no number through",
         "positions/gates.py",
-        "if not bool(fallen[:, -1].isfinite().all()):",
-        "if False:",
+        "not bool((x < math.inf).all())",
+        "False",
         "tests/positions/test_gates.py",
     ),
     Fault(
@@ -272,5 +272,26 @@ FAULTS = (
         "        check_map(feature_map)\n",
         "",
         "tests/positions/test_encodings.py -k refused",
+    ),
+    Fault(
+        "ask rows that see nothing for their digits",
+        "positions/relative_bias.py",
+        "noise * sees",
+        "noise",
+        "tests/positions/test_relative_bias.py",
+    ),
+    Fault(
+        "take a bias that is not finite",
+        "positions/relative_bias.py",
+        "not bool((bias < math.inf).all() and (bias.amax(-1) > -math.inf).all())",
+        "False",
+        "tests/positions/test_relative_bias.py",
+    ),
+    Fault(
+        "take gates of another kind",
+        "positions/gates.py",
+        "if not isinstance(gates, Gates):",
+        "if False:",
+        "tests/positions/test_gates.py",
     ),
 )

@@ -213,15 +213,15 @@ FAULTS = (
     ),
     Fault(
         "refuse a text that is given again once for each cache",
-        "hf/bounded_cache.py",
-        "if refuse_text_again not in part._forward_pre_hooks.values():",
+        "hf/state_cache.py",
+        'if all(getattr(hook, "func", None) is not refuse_text_again for hook in part._forward_pre_hooks.values()):',
         "if True:",
         "tests/hf/test_bounded_models.py",
     ),
     Fault(
         "read a text again where a decoder is linearized",
         "hf/_dispatch.py",
-        "checks = refuse_weights, refuse_text_again, ",
+        "checks = refuse_weights, partial(refuse_text_again, names), ",
         "checks = refuse_weights, ",
         "tests/hf/test_bounded_models.py",
     ),

@@ -90,3 +90,16 @@ def test_values_loaded_after_to_empty_are_all_that_counts(
             target.load_state_dict(feature_map.state_dict(), assign=assign)
             assert torch.equal(linear_attention(x, x, x, target), linear_attention(x, x, x, feature_map))
             assert target.fingerprint() == feature_map.fingerprint()
+
+
+@pytest.mark.parametrize("name", [*FEATURE_MAPS, *VARIANTS])
+def test_what_a_map_holds_outlives_to_empty(name: str) -> None:
+    """As of a model that is built on "meta", and materialised without a checkpoint: a map has what its seed says."""
+    with torch.device("meta"):
+        made = build(name)
+    feature_map, x = build(name), tokens(2, 2, 11, 8)
+    for each in (made, copy.deepcopy(feature_map)):
+        each.to_empty(device="cpu")
+        # Weights are the user's to initialise.
+        each.load_state_dict(dict(feature_map.named_parameters()), strict=False)
+        assert torch.equal(linear_attention(x, x, x, each), linear_attention(x, x, x, feature_map))

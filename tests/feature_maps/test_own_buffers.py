@@ -148,3 +148,13 @@ def test_a_buffer_written_before_the_backward_pass_is_noticed(name: str, is_caus
     feature_map.load_state_dict(MAPS[name](2).state_dict())
     with pytest.raises(RuntimeError, match=r"redraw or fit after backward\(\), not before"):
         out.sum().backward()
+
+
+def test_a_part_that_draws_in_training_is_refused() -> None:
+    """The backward pass would draw other numbers than the forward pass."""
+    feature_map, x = Own(nn.Sequential(nn.Linear(D, R), nn.Dropout(0.5))), torch.randn(1, 2, 5, D)
+    with pytest.raises(ValueError, match=r"Own holds Dropout\(p=0.5.*drop out entries of queries and keys before"):
+        linattn.linear_attention(x, x, x, feature_map, is_causal=True)
+    exact = linattn.linear_attention(x, x, x, feature_map.eval())
+    feature_map.train().part[1].p = 0.0
+    assert torch.equal(linattn.linear_attention(x, x, x, feature_map), exact)

@@ -13,7 +13,7 @@ from linattn.attention import rows
 from linattn.attention.backends.blocked import blocks, causal, grouped
 from linattn.attention.window import calls, neighbourhood
 from linattn.feature_maps import base
-from linattn.softmax import weighted
+from linattn.softmax import attention
 
 
 def draw_machine(dice: Dice) -> dict[str, int]:
@@ -59,7 +59,7 @@ def machine_of(sizes: dict[str, int]) -> Iterator[None]:
         "segment": (causal, "SEGMENT"),
         "turned": (calls, "_SEGMENT"),
         "near": (neighbourhood, "_CHUNK"),
-        "read": (weighted, "_CHUNK"),
+        "read": (attention, "_CHUNK"),
         "rows": (rows, "_BUDGET"),
         "piece": (base, "_PIECE"),
         "fewest": (base, "_FEWEST"),

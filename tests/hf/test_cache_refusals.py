@@ -19,6 +19,7 @@ from linattn.hf import (
     StateCache,
     StreamCache,
     linearize_,
+    restore_,
 )
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -200,3 +201,26 @@ def test_inputs_of_a_language_model(call: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         model(**{"input_ids": IDS, **call}, past_key_values=cache)
     assert cache.get_seq_length() == 0
+
+
+def test_positions_of_more_rows_than_the_cache_holds() -> None:
+    """Said as rows are, before their places are held against the mask."""
+    model = llama()
+    cache, rows = BoundedCache(model, config=FEW), torch.full((3, 1), 12)
+    model(IDS, attention_mask=torch.ones_like(IDS), past_key_values=cache)
+    with pytest.raises(ValueError, match="the cache holds 2 rows, the call has 3"):
+        model(rows, past_key_values=cache, position_ids=rows)
+
+
+@torch.no_grad()
+def test_states_of_fewer_layers_than_are_linearized_now() -> None:
+    """The others' tokens were read through softmax."""
+    model = llama()
+    linearize_(model, method="EluPlusOne", layers=[1])
+    cache = StateCache(model)
+    model(IDS, past_key_values=cache)
+    restore_(model)
+    linearize_(model, method="EluPlusOne")
+    with pytest.raises(RuntimeError, match=r"states of layers \[1\], and LlamaModel is linearized in \[0, 1\]"):
+        model.model(IDS[:, :3], past_key_values=cache)
+    assert cache.get_seq_length() == 12

@@ -71,7 +71,6 @@ def test_layers_with_a_window_are_left_unless_named(build):
         ({"method": "EluPlusOne", "layers": "1"}, ValueError, r"layers must be numbers .*, got '1'"),
         ({"method": "EluPlusOne", "layers": []}, ValueError, "no layer of BertModel would be replaced"),
         ({"method": "FavorPlus"}, ValueError, "FavorPlus needs a number of features"),
-        ({"method": "FavorPlus + heavy 2"}, ValueError, r"heavy keys were removed: use 'window W \+ merged C'"),
         ({"method": "Softplus"}, ValueError, "there is no feature map 'Softplus'"),
         ({"method": "Relu + window 2"}, ValueError, "cannot share a normaliser"),
         ({"method": FavorPlus(8, 16)}, TypeError, "got FavorPlus; write method=lambda head_dim"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, LlamaModel, PreTrainedTokenizerFast
 
@@ -110,6 +111,25 @@ def test_a_folder_without_a_model_or_without_a_tokenizer(build, tmp_path, attemp
     assert not attempts
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model.safetensors", b""),
+        ("model.safetensors", b"\x08\x00\x00\x00\x00\x00\x00\x00{}"),
+        ("tokenizer.json", b'{"a": 1}'),
+        ("config.json", b'{"model_type": "bert", "hidden_size": "x"}'),
+    ],
+)
+def test_a_damaged_folder_is_named(build, tokenizer, tmp_path, attempts, file, content):
+    """In one line, whatever a reader of it raises."""
+    build("bert").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises((ValueError, OSError), match=str(tmp_path)):
+        load(tmp_path)
+    assert not attempts
+
+
 @pytest.mark.parametrize("with_head", [False, True])
 def test_a_name_of_the_hub_without_a_network(attempts, with_head):
     """It is asked for once, and not five times file by file."""
@@ -153,6 +173,18 @@ def test_a_head_is_loaded_where_it_is_asked_for(build, tokenizer, tmp_path):
     whole, base = load(tmp_path, with_head=True), load(tmp_path)
     assert (type(whole.model), type(base.model)) == (LlamaForCausalLM, LlamaModel)
     assert whole.source == str(tmp_path)
+
+
+def test_weights_that_a_folder_lacks_are_not_drawn(build, tokenizer, tmp_path):
+    """Of the class that a model was saved as; a base model may lack a pooler, as encoders do."""
+    model = build("llama", head="ForCausalLM")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert torch.equal(load(tmp_path, with_head=True).model.lm_head.weight, model.lm_head.weight)
+    weights = {name: x for name, x in model.state_dict().items() if name != "model.layers.0.self_attn.q_proj.weight"}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 'model\.layers\.0\.self_attn\.q_proj\.weight' and 0 more weights"):
+        load(tmp_path, with_head=True)
 
 
 def test_the_default_by_name(tmp_path, monkeypatch):

@@ -91,3 +91,16 @@ def test_a_streamed_prompt_is_read_in_one_call(kind: str, monkeypatch: pytest.Mo
     tokens = torch.cat(list(islice(stream_tokens(model, IDS, temperature=0), 4)), 1)
     wanted = model.generate(IDS, max_new_tokens=4, do_sample=False, past_key_values=DynamicCache())
     assert torch.equal(tokens, wanted[:, IDS.shape[1] :])
+
+
+@pytest.mark.parametrize("kind", ["states", "bounded"])
+def test_tokens_that_are_given_by_place_are_counted(kind: str) -> None:
+    """A base model may be called without their name."""
+    model = phi(LONG)
+    empty = emptied(model, kind)
+    cache, base = empty(), model.model
+    base(IDS[:1, :9], None, None, cache)
+    with pytest.raises(ValueError, match=f"the cache holds 9 keys rotated for texts of up to {LIMIT} tokens"):
+        base(IDS[:1, :9], None, None, cache)
+    with pytest.raises(ValueError, match="would take a text in again beside a cache of 9 tokens"):
+        base(IDS[:1, :1], None, torch.zeros(1, 1, dtype=torch.long), cache)

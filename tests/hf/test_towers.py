@@ -3,6 +3,7 @@ attention."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -69,6 +70,8 @@ def test_a_tower_keeps_its_attention(change: Callable[[PreTrainedModel], object]
     assert torch.equal(heard(), wanted)
     assert [part.config._attn_implementation for part in parts] == [*["linattn"] * 3, names[3]]
     if change is not BoundedCache:
+        written = [json.loads(part.config.to_json_string(use_diff=False)) for part in parts]
+        assert ["attn_implementation" in each for each in written] == [True, True, True, False]
         restore_(model)
         assert [part.config._attn_implementation for part in parts] == names
 

@@ -385,3 +385,16 @@ def test_another_state_is_refused() -> None:
         linattn.merged_attention_with_state(query, key, value, config, sums)
     with pytest.raises(TypeError, match="State"):
         linattn.linear_attention_with_state(query, key, value, favor, state)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_stream_that_goes_on_without_gradients_keeps_no_graph(bits: int | None) -> None:
+    """Its sinks, and tiers that nothing has entered, come from calls that gradients followed."""
+    (q, k, v), config = (x.requires_grad_() for x in qkv(num_queries=30, num_keys=30)), MergedKV(4, 6, bits, 2)
+    _, state = linattn.merged_attention_with_state(q, k, v, config, enable_gqa=True)
+    assert any(x.requires_grad for x in pytree.tree_leaves(state))
+    with torch.no_grad():
+        _, state = linattn.merged_attention_with_state(
+            q[:, :, :3], k[:, :, :3], v[:, :, :3], config, state, enable_gqa=True
+        )
+    assert not any(x.requires_grad for x in pytree.tree_leaves(state))

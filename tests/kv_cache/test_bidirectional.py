@@ -14,8 +14,8 @@ from linattn.kv_cache import partitioning
 from linattn.kv_cache import window as beside
 from linattn.kv_cache.merging import ClusterMeans
 from linattn.kv_cache.query_sample import SampleAttention
+from linattn.softmax.attention import Scoring
 from linattn.softmax.tokens import Tokens
-from linattn.softmax.weighted import Scoring
 
 LENGTH = 61
 

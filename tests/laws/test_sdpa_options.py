@@ -47,3 +47,24 @@ def test_dropout_is_refused_with_what_to_do(call: Callable[..., object]):
 @every_call
 def test_their_defaults_change_nothing(call: Callable[..., torch.Tensor]):
     assert torch.equal(call(attn_mask=None, dropout_p=0.0), call())
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0, 0.5])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_any_finite_scale_is_a_factor_on_the_logits(scale: float, is_causal: bool):
+    """torch's own kernel makes NaN of what its causal mask hides, where the scale is not positive."""
+    q, k, _ = TOKENS
+    v = torch.cos(k)  # as wide as keys, which torch's fused kernel wants
+    logits = scale * (q @ k.mT)
+    if is_causal:
+        logits = logits.masked_fill(~torch.ones(logits.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    for call in (linattn.softmax_attention, lambda *tokens, **options: linattn.softmax_partial(*tokens, **options).out):
+        out = call(q, k, v, scale=scale, is_causal=is_causal)
+        torch.testing.assert_close(out, logits.softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.5), torch.tensor([0.5], requires_grad=True), "0.5", torch.inf])
+def test_what_is_no_scale_is_refused(scale: object):
+    for call in (linattn.softmax_attention, linattn.softmax_partial):
+        with pytest.raises(ValueError, match=r"scale must be a finite number.*multiply the query by a tensor"):
+            call(*TOKENS, scale=scale)

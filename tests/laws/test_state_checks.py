@@ -187,3 +187,13 @@ def test_a_state_of_no_heads_is_not_read() -> None:
     for query in (tokens(1)[0], tokens(1)[0][:, :0]):
         with pytest.raises(ValueError, match=r"a multiple of 0 heads"):
             none.read(feature_map, query)
+
+
+def test_queries_in_another_precision_read_no_state() -> None:
+    """They would be rounded to the state's, and be called wider."""
+    feature_map, _ = STREAMS["map"]
+    query, *_ = tokens()
+    state = linattn.linear_attention_with_state(*tokens(), feature_map).state
+    other = torch.float64 if state.S.dtype == torch.float32 else torch.float32
+    with pytest.raises(ValueError, match=f"the state is kept in {state.S.dtype}, got queries of {other}"):
+        state.read(feature_map, query.to(other))

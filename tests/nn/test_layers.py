@@ -121,6 +121,18 @@ def test_masks_come_and_go_within_a_stream() -> None:
         torch.testing.assert_close(third.out, layer(x, key_mask=mask)[:, 4:], **CLOSE)
 
 
+def test_tokens_behind_a_full_text_take_no_position() -> None:
+    """Masked ones, beside a row that goes on, where every position that there is was given away."""
+    layer = linear(EluPlusOne(HEAD_DIM + 2), is_causal=True, positions=LearnedCodes(HEAD_DIM, 2, max_length=4))
+    x, mask = tokens(2, 5), torch.tensor([[True] * 4 + [False], [True] * 3 + [False] * 2])
+    out = layer(x, key_mask=mask)
+    torch.testing.assert_close(out[:1, :4], layer(x[:1, :4]), **CLOSE)
+    mask[1, 4] = True
+    _, state = layer.forward_with_state(x[:, :4], key_mask=mask[:, :4])
+    last = layer.forward_with_state(x[:, 4:], state, key_mask=mask[:, 4:]).out
+    torch.testing.assert_close(last[1], layer(x, key_mask=mask)[1, 4:], **CLOSE)
+
+
 class Reset(Gate):
     """Forget everything before every fourth token, by gates of exactly 0."""
 

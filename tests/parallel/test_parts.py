@@ -153,3 +153,14 @@ def test_gates_of_other_tokens_are_refused_before_anything_is_sent(shape: tuple[
     tokens, gates = (torch.ones(2, 2, 6, 4),) * 3, Gates(torch.full(shape, -0.1))
     with pytest.raises(ValueError, match=r"gates are those of the keys, .* for keys of \(2, 2, 6\)"):
         Part.checked(tokens, EluPlusOne(4), (None, None), gates, is_causal=True, enable_gqa=False)
+
+
+def test_gates_that_are_no_numbers_are_refused_before_anything_is_sent() -> None:
+    """But at masked tokens, whose gates count for nothing: one rank would wait for the other else."""
+    tokens, gates, mask = (torch.ones(2, 2, 6, 4),) * 3, torch.full((2, 2, 6), -9.0), torch.ones(2, 6, dtype=torch.bool)
+    gates[0, 1, 3] = torch.nan
+    with pytest.raises(ValueError, match="log_forget must be numbers below infinity"):
+        Part.checked(tokens, EluPlusOne(4), (None, None), Gates(gates), is_causal=True, enable_gqa=False)
+    mask[0, 3] = False
+    part = Part.checked(tokens, EluPlusOne(4), (mask, None), Gates(gates), is_causal=True, enable_gqa=False)
+    assert part.gates.log_forget.tolist()[0] == [[-9.0, -9.0, -9.0, 0.0, -9.0, -9.0]] * 2

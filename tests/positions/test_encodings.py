@@ -20,6 +20,7 @@ from linattn.positions import (
     SinusoidalCodes,
     token_positions,
 )
+from linattn_lab.variance import variance
 
 LENGTH, LONGEST = 19, 64
 # All of them give queries and keys to a map of width 8.
@@ -223,7 +224,7 @@ def test_the_extra_variance_is_what_the_map_reports() -> None:
         q, k = tokens(1, 1, 5, 4, seed=1), tokens(1, 1, 5, 4, seed=2)
         at = torch.arange(5)
         s = [
-            torch.log1p(16 * feature_map.variance(x, y) / feature_map.kernel(x, y).square())
+            torch.log1p(16 * variance(feature_map, x, y) / feature_map.kernel(x, y).square())
             for feature_map, (x, y) in ((wide, codes(q, k, at)), (narrow, (q, k)))
         ]
         code = codes.code(at.double()).double()

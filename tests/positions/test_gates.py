@@ -386,6 +386,9 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "one that is no number": (lambda: refused(holding(math.nan)), ValueError, "log_forget must be .* below infinity"),
     "an infinite one": (lambda: refused(holding(math.inf)), ValueError, "log_forget must be .* below infinity"),
+    "no input gate": (lambda: refused(log_input=holding(math.nan)), ValueError, "log_input must be .* below infinity"),
+    "gates alone": (lambda: gate_bias(torch.zeros(2, 2, 5)), TypeError, "gates must be Gates, got Tensor"),
+    "another state": (lambda: refused(state=torch.zeros(2)), TypeError, "state must be a linattn.State or None"),
     "a mask of integers": (lambda: refused(key_mask=torch.ones(2, 5)), TypeError, "key_mask must be a bool tensor"),
 }
 

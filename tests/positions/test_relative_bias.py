@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grid import MAPS, build, qkv, relative_error, takes_statistics_from_the_call, tokens
-from linattn.feature_maps import FeatureMap, features
+from linattn.feature_maps import FeatureMap, Identity, features
 from linattn.positions import FixedDecay, gated_attention_with_state, relative_bias_attention
 
 LENGTH = 29
@@ -176,6 +177,32 @@ def test_rows_that_see_nothing_are_0() -> None:
     assert nothing.shape == (2, 4, 0, 5)
 
 
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_rows_that_see_nothing_may_be_orthogonal_to_all_keys(is_mapped: bool) -> None:
+    """Their normalisers are rounding, and are asked of nobody."""
+    q, k, v = (torch.randn(1, 1, 12, 8, generator=torch.Generator().manual_seed(0)) for _ in range(3))
+    mask = torch.arange(12)[None] >= 3
+    q[:, :, :3] = 0
+    q[:, :, :3, 0], q[:, :, :3, 1] = k[:, :, 3, 1], -k[:, :, 3, 0]
+
+    def attend(query: Tensor) -> Tensor:
+        return relative_bias_attention(query, k, v, Identity(8), torch.zeros(1, 12), key_mask=mask, is_causal=True)
+
+    out = torch.func.vmap(attend)(q[None])[0] if is_mapped else attend(q)
+    assert not out[:, :, :3].any()
+    assert bool(out.isfinite().all())
+
+
+def test_a_distance_may_be_hidden() -> None:
+    """By a bias of -inf: with those beyond one a query sees its neighbours alone."""
+    q, k, v = qkv(num_queries=6, num_keys=6)
+    band = torch.where(torch.arange(-5, 6).abs() <= 1, 0.0, -torch.inf)[None]
+    out = relative_bias_attention(q, k, v, build("FavorPlus"), band, enable_gqa=True)
+    part = (x[:, :, :2] for x in (q, k, v))
+    near = relative_bias_attention(*part, build("FavorPlus"), torch.zeros(1, 3), enable_gqa=True)
+    torch.testing.assert_close(out[:, :, 0], near[:, :, 0])
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_fewer_queries_are_the_last(is_causal: bool) -> None:
     q, k, v = qkv(num_queries=LENGTH, num_keys=LENGTH)
@@ -323,6 +350,16 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: refused(bias=torch.zeros(1, 4), is_causal=True),
         ValueError,
         "5 tokens need biases for 5 distances, got 4",
+    ),
+    "an infinite one": (
+        lambda: refused(bias=torch.tensor([[0.0] * 8 + [math.inf]])),
+        ValueError,
+        "must be numbers below infinity",
+    ),
+    "one that is no number": (
+        lambda: refused(bias=torch.full((1, 9), math.nan)),
+        ValueError,
+        "must be numbers below infinity",
     ),
     "another mask": (lambda: refused(key_mask=torch.ones(2, 4, dtype=torch.bool)), ValueError, "key_mask must be"),
     "groups unasked": (lambda: refused(enable_gqa=False), ValueError, "pass enable_gqa=True"),

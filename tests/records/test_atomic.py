@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from linattn.records import atomic
-from linattn.records.atomic import atomic_file, atomic_folder, check_new, full_disk_names
+from linattn.records import files
+from linattn.records.files import atomic_file, atomic_folder, check_new, full_disk_names
 
 
 def names(folder: Path) -> list[str]:
@@ -40,7 +40,7 @@ def test_where_only_what_may_be_written_is_flushed_and_nothing_renamed_to_a_fold
         assert not target.is_dir()
         return rename(path, target)
 
-    monkeypatch.setattr(atomic, "_MAY_FLUSH", "r+b")
+    monkeypatch.setattr(files, "_MAY_FLUSH", "r+b")
     monkeypatch.setattr(os, "fsync", flush_writable)
     monkeypatch.setattr(Path, "replace", rename_to_none)
     (tmp_path / "empty").mkdir()

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from linattn.records.locks import LOCK, InUseError, locked
+from linattn.records.files import LOCK, InUseError, locked
 
 # Holds a folder, says so, and waits to be told or killed.
 HOLDING = """
 import sys
 from pathlib import Path
-from linattn.records.locks import locked
+from linattn.records.files import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

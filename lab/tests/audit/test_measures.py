@@ -11,6 +11,7 @@ import linattn
 from linattn.methods import measures
 from linattn_lab.audit.moments import logit_std, pair_moments, predicted_ratio
 from linattn_lab.audit.row_measures import kl_divergence, total_variation
+from linattn_lab.variance import relative_variance
 
 # float64 throughout; sums of at most a few hundred terms.
 TIGHT = {"rtol": 1e-12, "atol": 1e-13}
@@ -101,5 +102,5 @@ def test_prediction_against_measurement():
     moments = pair_moments(query, key, scale=scale)
     visible = torch.ones(128, 128, dtype=torch.bool)
     spread = logit_std(measures.softmax_log_rows(query, key, visible, scale=scale), visible)
-    predicted = predicted_ratio(favor.relative_variance(moments.sum_square, moments.difference_square), spread)
+    predicted = predicted_ratio(relative_variance(favor, moments.sum_square, moments.difference_square), spread)
     assert 0.5 < float((predicted / measured).mean()) < 2.0

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from linattn.records.atomic import atomic_file
+from linattn.records.files import atomic_file
 from linattn_lab.audit.records import AUDIT, Header, HeadRow, ModelRow, RankRow
 from linattn_lab.texts import Text
 

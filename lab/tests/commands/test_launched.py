@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from apart import dying, launch, saying
 from linattn.cli.app import app
-from linattn.records.locks import LOCK
+from linattn.records.files import LOCK
 from linattn_lab.audit.records import AUDIT, LengthsRow, TimeRow
 
 pytestmark = pytest.mark.xdist_group("ranks")

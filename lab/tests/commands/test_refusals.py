@@ -48,7 +48,6 @@ WRONG = {
         "--map FavorPlus(rows=3)": "those of FavorPlus(num_features, draw, lengths, scale)",
         "--map Relu --map relu": "methods must be one or more, each once; got Relu twice",
         "--map Relu+windy": "--map: 'Relu+windy': 'windy' is no window, did you mean 'window'?",
-        "--map Relu+heavy": "--map: 'Relu+heavy': heavy keys were removed: use 'window W + merged C'",
         "--passages 3": BELONG,
         "--samples 3": BELONG,
         "--dtype bfloat16": BELONG,
@@ -68,6 +67,7 @@ WRONG = {
         "--budget 16 --dtype float8": "--dtype must be one of float32, bfloat16; got 'float8'",
         "--budget 16 --map Relu": "--map and --budget are of two audits; leave one out",
         "--budget 16 --full --draws 3": "--full, --draws and --budget are of two audits; leave one out",
+        "--budget 16 --seed 1": "--seed and --budget are of two audits; leave one out",
     },
     "bench": {
         "--lengths 0": LISTED,

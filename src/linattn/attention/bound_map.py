@@ -49,6 +49,7 @@ def bind(
     may cancel, and is added before it is rounded. The mask is (B, Lk) or (B, Hkv, Lk).
     """
     check_not_redrawn(feature_map)
+    _check_repeatable(feature_map)
     with outside_autocast(query.device):
         call = feature_map.call_tensors(query, key, key_mask=key_mask, is_causal=is_causal)
         if query.dtype != (wide := accumulation_dtype(query.dtype)) and any(map(_is_followed, call.values())):
@@ -65,6 +66,16 @@ def check_unchanged(feature_map: FeatureMap, of_forward: str, followed: Collecti
             f"the feature map was {of_forward} in the forward pass and is {now} now: features are recomputed for "
             "gradients; redraw or fit after backward(), not before"
         )
+
+
+def _check_repeatable(feature_map: FeatureMap) -> None:
+    """Refuse a map whose modules draw numbers in training: its features are computed again for gradients."""
+    for part in feature_map.modules() if feature_map.training and feature_map._modules else ():
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p:
+            raise ValueError(
+                f"{type(feature_map).__name__} holds {part!r}, and features are computed more than once in a call, and "
+                "again for gradients; drop out entries of queries and keys before the call, or outputs after it"
+            )
 
 
 def _is_followed(tensor: Tensor) -> bool:

@@ -15,13 +15,13 @@ from linattn.attention.checking import check_continues, check_map, check_tensors
 from linattn.attention.sums import Sums, apart_of, no_sums, relative_to, split_factor
 from linattn.attention.window import WindowKeys, decayed
 from linattn.feature_maps import FeatureMap
-from linattn.softmax.checking import DTYPES, check_dense, check_dtype, check_indices
+from linattn.softmax.attention import attend_to_all
+from linattn.softmax.checking import DTYPES, TOKEN_DTYPES, check_dense, check_dtype, check_indices
 from linattn.softmax.partial import Partial, combine
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
 from linattn.softmax.row_groups import RowGroups
 from linattn.softmax.tokens import StreamState, register
 from linattn.softmax.tracing import outside_inference
-from linattn.softmax.weighted import attend_to_all
 
 WeighedKeys = tuple[Tensor, Tensor, Tensor | None]
 """Keys, values and the keys' biases."""
@@ -238,6 +238,8 @@ class State(StreamState):
                 f"query must be (B={batch}, a multiple of {heads} heads, L, D={head_dim}), got {tuple(query.shape)}; "
                 "give queries of the state's rows and heads"
             )
+        if query.dtype not in TOKEN_DTYPES[self.S.dtype]:
+            raise ValueError(f"the state is kept in {self.S.dtype}, got queries of {query.dtype}; convert these")
         if self.S.device != query.device:
             raise ValueError(f"the state is on {self.S.device}, the queries on {query.device}; call state.to(…)")
         grouped: Tensor = query.unflatten(1, (heads, -1))

@@ -96,6 +96,8 @@ def generate(
     """
     if (prompt is None) == (prompt_file is None):
         raise typer.BadParameter("give one of --prompt TEXT and --prompt-file FILE")
+    if prompt is not None and prompt.encode(errors="ignore").decode() != prompt:
+        raise typer.BadParameter("--prompt is no text in UTF-8; give it by --prompt-file, saved in UTF-8")
     if budget is None and (bits is not None or recall is not None or plan is not None or measure):
         raise typer.BadParameter("--bits, --recall, --plan and --measure are of a bounded cache; give --budget too")
     if plan is not None and (bits is not None or recall is not None):

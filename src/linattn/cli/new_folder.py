@@ -10,8 +10,7 @@ from rich.console import Console
 
 from linattn.cli.terminal import ending
 from linattn.processes import Processes
-from linattn.records.atomic import check_new, full_disk_names, remove
-from linattn.records.locks import LOCK, InUseError, locked
+from linattn.records.files import LOCK, InUseError, check_new, full_disk_names, locked, remove
 
 # The first process alone writes.
 _OF_FIRST = ("out", "plan_out")

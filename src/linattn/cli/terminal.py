@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
-from linattn.records.tables import Table
+from linattn.records.texts import Table
 
 _INTERRUPTED = 130
 

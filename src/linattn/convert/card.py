@@ -2,7 +2,7 @@
 
 from linattn.convert.course import Conversion
 from linattn.convert.stages import Stage
-from linattn.records.tables import Table
+from linattn.records.texts import Table
 
 _WORDS = {
     "uniform": "uniform attention",

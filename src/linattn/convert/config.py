@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from linattn.feature_maps.arguments import check_count, check_number, check_seed
 from linattn.methods.method import Method, parse_method
+from linattn.softmax.checking import check_count, check_number, check_seed
 
 DEFAULT_MAP = "Expansion(num_centres=16) + window 32"
 """The method of a conversion that names none: of maps the nearest to softmax, before any training."""

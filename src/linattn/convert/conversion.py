@@ -69,7 +69,7 @@ def convert_(
         TypeError: if the model is none of transformers, or a batch no mapping to tensors.
         ValueError: if the model, its dtype or the method cannot be used, the texts are too short, the processes do not
             divide a step's texts, or `work` holds another conversion, or nothing but damaged checkpoints of a training.
-        OSError: if `work` cannot be written, or another process works in it (`linattn.records.locks.InUseError`).
+        OSError: if `work` cannot be written, or another process works in it (`linattn.records.files.InUseError`).
         RuntimeError: if the layers' attention is more than softmax (`linattn.hf.capture`), or a loss or gradient is not
             finite. Whatever ends the conversion early, Ctrl-C outside of training included, the model is as it was.
 

@@ -11,10 +11,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from linattn.feature_maps.arguments import check_count
 from linattn.feature_maps.digests import UNREAD, digest, digest_of_weights
 from linattn.feature_maps.powers import Powers, as_powers
-from linattn.softmax.checking import check_dense
+from linattn.softmax.checking import check_count, check_dense
 from linattn.softmax.precision import outside_autocast
 from linattn.softmax.tracing import constant_in_graphs, is_fake, is_traced, outside_inference, outside_transforms
 
@@ -37,9 +36,11 @@ class UncastBuffers(nn.Module):
         super()._apply(fn, recurse)
         for name, master in masters.items():
             moved = self._buffers[name]
-            is_constant = name in self._non_persistent_buffers_set  # No file has what `to_empty` loses.
-            if moved is not None and (is_constant or moved.dtype != master.dtype):
-                self._buffers[name] = master if is_constant and moved.is_meta else master.to(moved.device)
+            if moved is not None and moved.is_meta and name in self._non_persistent_buffers_set:
+                self._buffers[name] = master  # no file has it
+            # `to_empty` loses values, those of a model that was built on "meta" too.
+            elif moved is not None and (moved.dtype != master.dtype or not (moved.is_meta or master.is_meta)):
+                self._buffers[name] = master.to(moved.device)
         self._derive_from_buffers()
         return self
 

@@ -9,8 +9,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linattn.feature_maps.arguments import check_count, check_number
 from linattn.feature_maps.base import FeatureMap
+from linattn.softmax.checking import check_count, check_number
 
 
 class ElementwiseMap(FeatureMap):

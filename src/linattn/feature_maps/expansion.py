@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._fitted import FittedMap, by_head, grouped_sample, kmeans, means, nearest, token_mean
-from linattn.feature_maps.arguments import check_count, check_seed, temperature
 from linattn.feature_maps.base import FeatureMap
 from linattn.feature_maps.powers import squared_length
-from linattn.softmax.checking import DTYPES, check_dtype
+from linattn.softmax.checking import DTYPES, check_count, check_dtype, check_seed, temperature
 from linattn.softmax.precision import outside_autocast
 
 # Tokens per head that a fit looks at, evenly spread: enough for means, and its cost stays below that of attention.

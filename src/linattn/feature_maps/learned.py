@@ -7,10 +7,10 @@ from typing import Self, final
 import torch
 from torch import Tensor, nn
 
-from linattn.feature_maps.arguments import check_count, check_seed, temperature
 from linattn.feature_maps.base import FeatureMap
 from linattn.feature_maps.powers import add_multiplied_, squared_length
 from linattn.feature_maps.random_base import draw_projection
+from linattn.softmax.checking import check_count, check_seed, temperature
 from linattn.softmax.precision import LOG2_E
 
 

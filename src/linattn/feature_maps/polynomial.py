@@ -14,8 +14,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from linattn.feature_maps.arguments import check_count, check_number, temperature
 from linattn.feature_maps.base import FeatureMap, UncastBuffers, in_both_dtypes
+from linattn.softmax.checking import check_count, check_number, temperature
 
 
 class MonomialMap(UncastBuffers, FeatureMap):

@@ -9,12 +9,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from linattn.feature_maps._moments import Lengths, Rows
-from linattn.feature_maps.arguments import check_count, check_seed, temperature
 from linattn.feature_maps.base import FeatureMap, UncastBuffers, has_number, in_both_dtypes
 from linattn.feature_maps.powers import squared_length
+from linattn.softmax.checking import check_count, check_seed, temperature
 
 Draw = Literal["orthogonal", "iid"]
+Lengths = Literal["chi", "fixed"]
 # Of products of unit rows that are orthogonal, also where they are kept in float32.
 _ROUNDING = 1e-5
 # By map that was drawn again: the thread, and how many nodes of graphs it had made by then.
@@ -162,20 +162,6 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
         _REDRAWN[self] = get_ident(), 0 if is_repeated else torch._C._autograd._get_sequence_nr()
         return self
 
-    def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
-        """Variance of φ(q)·φ(k) over draws divided by the squared kernel, in float64, of the shape of the arguments.
-
-        Args:
-            sum_square: |x + y|², x = √scale·q and y = √scale·k; any shape.
-            difference_square: |x - y|², of the same shape.
-
-        Raises:
-            ValueError: the variance is not a function of these alone, as that of `RandomRelu` and `Sderf`.
-        """
-        raise ValueError(
-            f"the variance of {type(self).__name__} depends on more than |x ± y|²; estimate it over redraws of the map"
-        )
-
     def draw_digest(self) -> str:
         """A digest of W, which may have been loaded beside another draw's seed."""
         return self._digest_of("projection")
@@ -224,13 +210,6 @@ class RandomFeatureMap(UncastBuffers, FeatureMap):
     def _half_square(self, x: Tensor, constant: float = 0.0) -> Tensor:
         """scale·|x|²/2 + constant, (..., L, 1)."""
         return torch.add(constant, squared_length(x), alpha=self.scale / 2)
-
-    def _rows(self) -> Rows:
-        """Numbers of this draw that its moments depend on."""
-        # Ordered pairs of rows of one block: Σ n_b·(n_b - 1), blocks of D rows and a last one of what remains.
-        blocks, rest = divmod(self.num_rows, self.head_dim)
-        pairs = blocks * self.head_dim * (self.head_dim - 1) + rest * (rest - 1) if self.draw == "orthogonal" else 0
-        return Rows(self.num_rows, pairs, self.head_dim, self.lengths)
 
     def _draw(self) -> Tensor:
         """W from the seed, float64 on the CPU."""

@@ -1,17 +1,20 @@
 """Random features for the softmax kernel, and for the arc-cosine kernel; letters as in feature_maps/__init__.py."""
 
 import math
+from collections.abc import Callable
 from typing import final
 
 import torch
 from torch import Tensor
 
-from linattn.feature_maps._moments import Lengths, cosine_variance, exponential_variance, log_mean_exp
-from linattn.feature_maps.arguments import check_number
 from linattn.feature_maps.powers import Powers, add_multiplied_
-from linattn.feature_maps.random_base import Draw, RandomFeatureMap
+from linattn.feature_maps.random_base import Draw, Lengths, RandomFeatureMap
+from linattn.softmax.checking import check_number
 from linattn.softmax.precision import LOG2_E
 from linattn.softmax.tracing import outside_transforms
+
+# Of a sum that grows beyond float64, and after how many terms that is looked at.
+_RESCALE, _RESCALE_EVERY = 2.0**-500, 16
 
 
 class SoftmaxEstimator(RandomFeatureMap):
@@ -22,15 +25,11 @@ class SoftmaxEstimator(RandomFeatureMap):
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
         """E φ(q)·φ(k) over draws, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
         if self.lengths == "fixed":
-            # exp(-(|x|² + |y|²)/2)·G(|x + y|²), |x|² + |y|² being half of both squares.
+            # exp(-(|x|² + |y|²)/2)·0F1(;D/2; D|x + y|²/4), |x|² + |y|² being half of both squares.
             sums, differences = self._squares(q, k)
-            return torch.exp(log_mean_exp(sums, self.head_dim, "fixed") - (sums + differences) / 4)
+            return torch.exp(log_0f1(self.head_dim / 2, sums * (self.head_dim / 4)) - (sums + differences) / 4)
         self._check_width(q, k)
         return torch.exp(self.scale * torch.matmul(q.double(), k.double().mT))
-
-    def variance(self, q: Tensor, k: Tensor) -> Tensor:
-        """Variance of φ(q)·φ(k) over draws, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
-        return self.relative_variance(*self._squares(q, k)) * self.kernel(q, k).square()
 
     def _squares(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """|x + y|² and |x - y|² of all pairs, in float64."""
@@ -128,17 +127,10 @@ class FavorPlus(ExponentialEstimator):
         >>> favor = FavorPlus(2, 3)
         >>> favor.query(torch.zeros(1, 2)).exp().pow(2).sum().round(decimals=6).item()  # kernel at 0: exp(0)
         1.0
-        >>> s = torch.tensor([0.0, 1.0])
-        >>> FavorPlus(2, 4, draw="iid").relative_variance(s, s).round(decimals=4).tolist()  # (exp(s) - 1)/4
-        [0.0, 0.4296]
 
     Source: Choromanski et al. 2021 (arXiv 2009.14794), lemma 1 and section 2.4; signs of the orthogonal draw as in
     Mezzadri 2007 (arXiv math-ph/0609050).
     """
-
-    def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
-        """Variance over draws divided by the squared kernel; a function of `sum_square` alone."""
-        return exponential_variance(sum_square, self._rows())
 
 
 @final
@@ -171,10 +163,6 @@ class Hyperbolic(ExponentialEstimator):
     """
 
     features_per_row = 2
-
-    def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
-        """Variance over draws divided by the squared kernel; a function of `sum_square` alone."""
-        return exponential_variance(sum_square, self._rows(), is_hyperbolic=True)
 
     def _weights(self, projection: Tensor) -> Tensor:
         """W and -W as they multiply inputs."""
@@ -227,10 +215,6 @@ class Trigonometric(SoftmaxEstimator):
         """|x̃|²/2: (..., L, D) -> (..., L)."""
         x, _ = self._operands(x)
         return self._half_square(x).squeeze(-1)
-
-    def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
-        """Variance over draws divided by the squared kernel; a function of `difference_square` alone."""
-        return cosine_variance(difference_square, self._rows())
 
 
 @final
@@ -317,3 +301,24 @@ class RandomRelu(RandomFeatureMap):
     def _weights(self, projection: Tensor) -> Tensor:
         """W/√R as it multiplies inputs: the rectifier is homogeneous."""
         return super()._weights(projection) / math.sqrt(self.num_rows)
+
+
+def log_0f1(b: float, z: Tensor) -> Tensor:
+    """log 0F1(;b;z) = log Σ z^k/((b)_k k!), (a)_k = a(a+1)…(a+k-1), for z ≥ 0, elementwise, in float64, to 1e-12."""
+    return log_series(z.double(), lambda k: 1 / ((k + 1) * (b + k)))
+
+
+def log_series(z: Tensor, ratio: Callable[[int], float]) -> Tensor:
+    """log of 1 + z·ratio(0) + z²·ratio(0)·ratio(1) + …, terms ≥ 0, rescaled on the way so that it does not overflow."""
+    term, total, shift = torch.ones_like(z), torch.ones_like(z), torch.zeros_like(z)
+    k = 0
+    while bool((term > 1e-17 * total).any()):
+        term = term * (z * ratio(k))
+        total = total + term
+        k += 1
+        if k % _RESCALE_EVERY == 0:
+            large = total > 1 / _RESCALE
+            term = torch.where(large, term * _RESCALE, term)
+            total = torch.where(large, total * _RESCALE, total)
+            shift = torch.where(large, shift - math.log(_RESCALE), shift)
+    return total.log() + shift

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps._fitted import FittedMap, grouped_sample, second_moment, shared, spectral, token_mean
-from linattn.feature_maps._moments import combine, pair_excess
-from linattn.feature_maps.arguments import check_number
 from linattn.feature_maps.base import has_number, in_both_dtypes
 from linattn.feature_maps.random_base import Draw
 from linattn.feature_maps.random_features import ExponentialEstimator
+from linattn.softmax.checking import check_number
 
 
 def _best_tilt(f: Any) -> Any:
@@ -110,13 +109,6 @@ class Oprf(ExponentialEstimator, FittedMap):
     def _constant(self) -> float:
         """The logarithm of φ's constant factor."""
         return self.head_dim / 4 * math.log(1 - 4 * self.tilt) + super()._constant()
-
-    def relative_variance(self, sum_square: Tensor, difference_square: Tensor) -> Tensor:
-        """Variance over draws divided by the squared kernel; a function of `sum_square` alone."""
-        rows, stretch = self._rows(), 1 - 4 * self.tilt
-        s, spread = sum_square.double(), 1 - 8 * self.tilt
-        constant = self.head_dim * (math.log(stretch) - math.log(spread) / 2)
-        return combine(torch.expm1(constant + s * (2 * stretch / spread - 1)), pair_excess(s, rows), rows)
 
     def _weights(self, projection: Tensor) -> Tensor:
         """√(1 - 4A)·W as it multiplies inputs."""

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from linattn.feature_maps._fitted import grouped_sample, second_moment, shared, spectral, token_mean
 from linattn.feature_maps._wrapper import Wrapper
-from linattn.feature_maps.arguments import check_number
 from linattn.feature_maps.base import FeatureMap, has_number, in_both_dtypes
+from linattn.softmax.checking import check_number
 
 # Beyond this condition number the inverse of M in float64 no longer keeps q·k to the digits float32 has.
 _LARGEST_CONDITION = 1e8

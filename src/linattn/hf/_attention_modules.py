@@ -255,10 +255,10 @@ def attributes_beside(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
             yield attributes
 
 
-def mark(model: PreTrainedModel) -> None:
-    """Make every config.json that is written of the model, or of a part of it, name another attention than softmax."""
+def mark(model: PreTrainedModel, idle: Collection[int]) -> None:
+    """Make every config.json of the model, or of a part that is not idle, name another attention than softmax."""
     for config in _configs(model):
-        if vars(config).get(_WRITTEN, MARK) == MARK:
+        if id(config) not in idle and vars(config).get(_WRITTEN, MARK) == MARK:
             vars(config).update({_WRITTEN: MARK, _LINEARIZED: True})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -190,7 +191,7 @@ def _probed(model: PreTrainedModel) -> Iterator[CachedLayer]:
     objections = _refusals(model, modules, probe_of, (SINKS, CAPS))
     for part in modules:
         if part.cache_place is not None:
-            reason = objections.get(part.number) or _reason(part, probe_of)
+            reason = objections.get(part.number) or _reason(part, probe_of, model)
             sizes, heads = None, 0
             if part.module in probe_of.calls:
                 call = probe_of.calls[part.module][0]
@@ -199,11 +200,15 @@ def _probed(model: PreTrainedModel) -> Iterator[CachedLayer]:
             yield CachedLayer(part.number, part.name, part.cache_place, sizes, heads, part.window, reason)
 
 
-def _reason(part: AttentionModule, probed: Probe) -> str | None:
+def _reason(part: AttentionModule, probed: Probe, model: PreTrainedModel) -> str | None:
     """Why a layer stays exact that no kernel's limits speak against."""
     if not all(isinstance(call.mask, AskedMask) for call in probed.calls[part.module]):
         return "its model makes its masks itself, without transformers' mask functions"
     if part.module not in probed.reached:
+        parts = [x for x in parts_of(model) if x is not model and x.can_generate()]
+        if parts and "past_key_values" not in inspect.signature(model.forward).parameters:
+            names = ", ".join(name for name, x in model.named_modules() if x in parts)
+            return f"its forward pass takes no cache; make one for the part of it that generates ({names})"
         return "it attends to keys made of those in its cache (as MLA does, whose cache is small as it is)"
     caution = None if part.window is not None else probed.caution(part.module)
     # What else to do there is for a map.

@@ -88,16 +88,21 @@ def install(model: PreTrainedModel, attentions: Sequence[Attending]) -> None:
     for part, attention in attentions:
         part.module.add_module(ATTRIBUTE, attention)
     stateful = [part.module for part, _ in attentions if part.cache_place is not None]
-    hooks = [module.register_forward_pre_hook(_offer, with_kwargs=True) for module in stateful]
+    places = {part.cache_place for part, _ in attentions if part.cache_place is not None}
+    hooks = []
+    for module in stateful:
+        offer = partial(_offer, list(inspect.signature(module.forward).parameters))
+        hooks.append(module.register_forward_pre_hook(offer, with_kwargs=True))
     hooks += [module.register_forward_hook(_settle, with_kwargs=True) for module in stateful]
     for each in (part for part in parts_of(model) if id(part.config) not in idle):
         names = list(inspect.signature(each.forward).parameters)
-        checks = refuse_weights, refuse_text_again, partial(_check_call, names)
+        checks = refuse_weights, partial(refuse_text_again, names), partial(_check_call, names, places)
         hooks += [each.register_forward_pre_hook(check, with_kwargs=True) for check in checks]
-    if stateful and hasattr(type(model), _PREPARE):
-        setattr(model, _PREPARE, partial(_prepare_states, model))
+    for each in (x for x in parts_of(model) if hasattr(type(x), _PREPARE)):  # BLIP-2 calls `generate` of a part
+        if not set(each.modules()).isdisjoint(stateful):
+            setattr(each, _PREPARE, partial(_prepare_states, each))
     setattr(model, _SAVE, partial(save_linearized, model))
-    mark(model)
+    mark(model, idle)
     setattr(model, UNDO, (former, tuple(hooks)))
 
 
@@ -113,13 +118,18 @@ def uninstall(model: PreTrainedModel) -> None:
         held = attributes["_modules"].get(ATTRIBUTE)
         if held is not None and any(isinstance(part, LayerAttention) for part in held.modules()):
             del attributes["_modules"][ATTRIBUTE]
-    for name in (_PREPARE, _SAVE, UNDO):
+    for name in (_SAVE, UNDO):
         vars(model).pop(name, None)
+    for each in parts_of(model):
+        vars(each).pop(_PREPARE, None)
     unmark(model)
 
 
-def _check_call(names: list[str], part: Any, args: Any, options: dict[str, Any]) -> None:
-    """Forward pre-hook of a model, by its arguments' names: refuse another attention function, or a cache's misuse."""
+def _check_call(names: list[str], places: set[int], part: Any, args: Any, options: dict[str, Any]) -> None:
+    """Forward pre-hook of a model, by its arguments' names: refuse another attention function, or a cache's misuse.
+
+    The places are those of its cache that hold states.
+    """
     implementation = part.config._attn_implementation
     if implementation not in (NAME, INTERCEPTED):
         raise RuntimeError(
@@ -147,6 +157,14 @@ def _check_call(names: list[str], part: Any, args: Any, options: dict[str, Any])
             # Some models read each of a text's codebooks in a row of its own.
             is_split = hasattr(getattr(part.config, "decoder", part.config), "num_codebooks")
             cache.check_call(part.config, None if is_split else next((len(x) for x in tokens if x is not None), None))
+            # Assistants that leave a model early have caches of its first layers.
+            wanted = {place for place in places if place < len(cache.layers)}
+            held = {place for place, layer in enumerate(cache.layers) if isinstance(layer, StateLayer)}
+            if held != wanted:
+                raise RuntimeError(
+                    f"the cache holds states of layers {sorted(held)}, and {type(part).__name__} is linearized in "
+                    f"{sorted(wanted)}; give the model as it is now a cache of its own"
+                )
             mask = arguments.get(f"{side}attention_mask")
             if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
                 cache.check_mask(mask)
@@ -157,9 +175,10 @@ def _of_text(cache: Any) -> Any:
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
-def _offer(module: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _offer(names: list[str], module: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook: the cache's layer, a keyword more; transformers passes attention functions no cache."""
-    cache = _of_text(next((options[name] for name in CACHES if options.get(name) is not None), None))
+    arguments = {**dict(zip(names, args, strict=False)), **options}
+    cache = _of_text(next((arguments[name] for name in CACHES if arguments.get(name) is not None), None))
     layer = cache.layers[module.layer_idx] if isinstance(cache, StateCache) else None
     if not isinstance(layer, StateLayer):
         return args, options
@@ -177,6 +196,8 @@ def _prepare_states(model: PreTrainedModel, generation_config: Any, model_kwargs
     """Prepare `generate`'s cache: states where it would grow; one that the user gave or named stays, without slots."""
     named = generation_config.cache_implementation
     is_chosen = model_kwargs.get("past_key_values") is not None or named == "dynamic"
+    # Whisper takes the keys out of the cache that it returns, also where it sets this by itself, to try again.
+    is_taken_apart = generation_config.return_dict_in_generate and hasattr(model, "generate_with_fallback")
     getattr(type(model), _PREPARE)(model, generation_config, model_kwargs, *rest)
     made = model_kwargs.get("past_key_values")
     if made is not None and made.is_compileable:
@@ -187,12 +208,13 @@ def _prepare_states(model: PreTrainedModel, generation_config: Any, model_kwargs
         )
     text_cache = _of_text(made)
     # As `generate` makes it by default.
-    if not is_chosen and type(text_cache) is DynamicCache and not text_cache.offloading:
+    if not (is_chosen or is_taken_apart) and type(text_cache) is DynamicCache and not text_cache.offloading:
         states: Any = StateCache(model)
         if generation_config.is_assistant:
             states.activate_past_recording()
-        if isinstance(made, EncoderDecoderCache):
-            states = EncoderDecoderStates(states, made.cross_attention_cache)
+        # A decoder alone may read what an encoder gave, too.
+        if isinstance(made, EncoderDecoderCache) or {"encoder_hidden_states", "encoder_outputs"} & model_kwargs.keys():
+            states = EncoderDecoderStates(states, getattr(made, "cross_attention_cache", DynamicCache()))
         model_kwargs["past_key_values"] = states
 
 

@@ -14,7 +14,6 @@ from linattn.hf._attention_modules import MARK
 from linattn.hf.layer_attention import LayerAttention
 from linattn.kv_cache import MergedKV
 from linattn.methods.map_records import describe, rebuild
-from linattn.methods.method import HEAVY_KEYS_REMOVED
 from linattn.records.json_files import Reading, read_record, to_json, write_json
 
 RECORD, TENSORS = "linattn.json", "linattn.safetensors"
@@ -118,7 +117,8 @@ class _MapRecord:
     def attention(self, module_name: str) -> LayerAttention:
         """Build the attention, as its constructor leaves it."""
         if self.num_heavy or self.rule is not None:
-            raise ValueError(f"got num_heavy={self.num_heavy}, rule={self.rule!r}; {HEAVY_KEYS_REMOVED}")
+            cure = "heavy keys were removed: use 'window W + merged C' without a map, or the window alone"
+            raise ValueError(f"got num_heavy={self.num_heavy}, rule={self.rule!r}; {cure}")
         _check_counts(window=self.window, num_merged=self.num_merged)
         if self.num_merged or self.merged is not None:
             if self.feature_map is not None:

@@ -79,7 +79,7 @@ class Probe:
         if SINKS not in takes and any(call.sinks is not None for call in calls):
             return (
                 f"it asks for {SINKS}, which linearize_ gives to written forms of maps for the softmax kernel, as "
-                "FavorPlus, alone; a BoundedCache takes them"
+                "FavorPlus, alone, and convert_ to none; a BoundedCache takes them"
             )
         if any(isinstance(call.mask, Tensor) and call.mask.ndim != 2 for call in calls):
             return "its model gives it a mask of pairs, or a bias on them, that a kernel φ(q)·φ(k) cannot express"
@@ -216,7 +216,8 @@ def _run_with_cache(
 
     def note(module: nn.Module, args: Any, options: dict[str, Any] | None = None) -> None:
         """Forward pre-hook of an attention module; another thread may meet it half registered, without keywords."""
-        if options and is_near(answer) and any(options.get(name) is not None for name in CACHES):
+        names = dict(zip(inspect.signature(module.forward).parameters, args, strict=False))
+        if options is not None and is_near(answer) and any({**names, **options}.get(x) is not None for x in CACHES):
             cached.add(module)
 
     def answer(call: InterfaceCall) -> Tensor:

@@ -124,6 +124,7 @@ class TextCache(ForkedCache):
         """Refuse positions (…, B, L), None for the next ones, that are taken, and keys of another rotation."""
         count = self.get_seq_length()
         if places is not None and places.shape[-1]:
+            self.check_rows(len(places) if places.ndim == 2 and len(places) > 1 else None)
             live = mask if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > count else self._live
             # Those of pictures count fewer than tokens.
             least = 1 if places.ndim > 2 else count if live is None else live[:, :count].sum(-1)

@@ -15,7 +15,7 @@ from linattn.hf._text_caches import TextCache
 from linattn.hf.interception import SWITCHING
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.layer_attention import attention_of
-from linattn.hf.state_cache import refuse_text_again
+from linattn.hf.state_cache import watch
 from linattn.kv_cache import MergedKV
 from linattn.kv_cache.budget import BITS_BY_DEFAULT, RECALLS, Recall, Sizes, check_budget, kept_bytes, within_budget
 from linattn.kv_cache.config import Bits
@@ -154,8 +154,7 @@ class BoundedCache(TextCache):
             refuse_intercepted(model)
             put_before(model, NAME)
             for part in parts_of(model):
-                if refuse_text_again not in part._forward_pre_hooks.values():
-                    part.register_forward_pre_hook(refuse_text_again, with_kwargs=True)
+                watch(part)
 
     def _mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Of a layer, said so that the mask knows its cache."""

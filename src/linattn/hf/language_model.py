@@ -8,11 +8,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from linattn.feature_maps import FittedMap
-from linattn.feature_maps.arguments import check_count, check_seed
 from linattn.hf._calls import surely_all
 from linattn.hf.language_model_config import LinearLMConfig, blocks_of
 from linattn.hf.state_cache import StreamCache
 from linattn.nn import LinearLM, RedrawSchedule
+from linattn.softmax.checking import check_count, check_seed
 
 
 class LinearLMForCausalLM(PreTrainedModel, GenerationMixin):

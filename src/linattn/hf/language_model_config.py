@@ -9,11 +9,11 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from linattn import positions as encodings
-from linattn.feature_maps.arguments import check_seed
 from linattn.methods.method import parse_method
 from linattn.nn import Block, LinearAttention, SoftmaxAttention
 from linattn.nn.attention import QkNorm
 from linattn.positions import FixedDecay, ForgetGate, Gate
+from linattn.softmax.checking import check_seed
 
 _POSITIONS = {name: getattr(encodings, name) for name in ("Rotary", "SinusoidalCodes", "LearnedCodes")}
 _GATES: dict[str, Callable[..., Gate]] = {

@@ -9,7 +9,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from linattn.feature_maps import FEATURE_MAPS, FeatureMap, FittedMap
-from linattn.feature_maps.arguments import check_seed
 from linattn.hf._attention_modules import AttentionModule, attention_modules, inner_model, taken_out, unwrapped
 from linattn.hf._calls import CAPS, SINKS
 from linattn.hf._choosing import choose, merged_alone, refuse_intercepted, refuse_merged_decoder
@@ -18,6 +17,7 @@ from linattn.hf.calibrating import Sample, calibrate_maps, first_sample
 from linattn.hf.layer_attention import Attending, LayerAttention
 from linattn.kv_cache import MergedKV
 from linattn.methods.method import Method, parse_method
+from linattn.softmax.checking import check_seed
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from linattn.hf._model_records import RECORD
 from linattn.hf.byte_tokenizer import NUM_BYTES
 from linattn.hf.language_model import LinearLMForCausalLM
 from linattn.hf.language_model_config import LinearLMConfig
-from linattn.records.atomic import atomic_folder
+from linattn.positions import LearnedCodes
+from linattn.records.files import atomic_folder
 
 MINILM, GEMMA = "all-MiniLM-L6-v2", "gemma-3-270m"
 SUFFIX = ".gguf"
@@ -72,7 +73,8 @@ def most_tokens(model: PreTrainedModel) -> int | None:
     limit: int | None = getattr(model.config, "max_position_embeddings", None)
     tables = [part for name, part in model.named_modules() if name.endswith("position_embeddings")]
     unused = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
-    return limit if limit is None or not unused else limit - unused[0]
+    limits = [] if limit is None else [limit - max(unused, default=0)]
+    return min(limits + [part.max_length for part in model.modules() if isinstance(part, LearnedCodes)], default=None)
 
 
 def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: bool = False) -> LoadedModel:
@@ -118,7 +120,16 @@ def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: boo
     where, file = str(source) if is_local else hub_source(name), gguf_file(source)
     with quiet():
         if file is None:
-            model, tokenizer = _read(where, is_local or where != name, with_head)
+            try:
+                model, tokenizer = _read(where, is_local or where != name, with_head)
+            # Whatever a broken file makes its readers raise.
+            except Exception as error:
+                is_own = isinstance(error, OSError | ImportError | MemoryError) or where in str(error)
+                if is_own or not Path(where).is_dir():
+                    raise
+                cure = "" if isinstance(error, ValueError) else "; give a whole folder, as save_pretrained writes it"
+                words = f"{where} cannot be read as a model ({type(error).__name__}: {error}){cure}"
+                raise ValueError(words) from error
         else:
             model, tokenizer = load_gguf(file, with_head=with_head)
     if model.config.is_encoder_decoder:
@@ -152,9 +163,18 @@ def _read(where: str, offline: bool, with_head: bool) -> tuple[PreTrainedModel, 
         config = AutoConfig.from_pretrained(where, local_files_only=offline)
         kind = getattr(transformers, (config.architectures or [""])[0], AutoModel)
         kind = LinearLMForCausalLM if isinstance(config, LinearLMConfig) else kind
-    model = kind.from_pretrained(where, local_files_only=offline, dtype=torch.float32)
+    options: dict[str, Any] = {"local_files_only": offline, "dtype": torch.float32}
+    if kind in (AutoModel, LinearLMForCausalLM):
+        model = kind.from_pretrained(where, **options)
+    else:
+        model, info = kind.from_pretrained(where, **options, output_loading_info=True)
+        if missing := sorted(info["missing_keys"]):
+            raise ValueError(
+                f"{where} lacks {missing[0]!r} and {len(missing) - 1} more weights of its {kind.__name__}, which would "
+                "be random; give the folder with all of them"
+            )
     if isinstance(model, LinearLMForCausalLM):
-        options: dict[str, Any] = {"local_files_only": offline, "_raise_exceptions_for_missing_entries": False}
+        options = {"local_files_only": offline, "_raise_exceptions_for_missing_entries": False}
         vocab_size = model.config.vocab_size
         if vocab_size != NUM_BYTES and all(cached_file(where, name, **options) is None for name in _TOKENIZERS):
             raise ValueError(

@@ -18,7 +18,7 @@ from linattn.hf._model_records import RECORD, REMEDY, LayerRecord, ModelRecord, 
 from linattn.hf.layer_attention import ATTRIBUTE, LayerAttention
 from linattn.hf.linearization import is_linearized, try_out
 from linattn.hf.loading import quiet
-from linattn.records.atomic import atomic_folder
+from linattn.records.files import atomic_folder
 
 
 def save_pretrained(

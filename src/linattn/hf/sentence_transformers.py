@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from linattn.hf.loading import most_tokens, quiet
 from linattn.hf.saving import from_pretrained, write_linearized
-from linattn.records.atomic import atomic_folder
+from linattn.records.files import atomic_folder
 
 # What sentence-transformers itself passes on to every model; other options would have to be obeyed.
 _WHERE = {"subfolder", "token", "cache_dir", "revision", "local_files_only", "trust_remote_code"}

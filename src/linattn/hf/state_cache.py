@@ -1,5 +1,7 @@
 """Caches of constant memory for linear attention: a model's states, or the streams of a `LinearLM`."""
 
+import inspect
+from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch
@@ -10,10 +12,13 @@ from transformers.cache_utils import DynamicLayer
 from linattn.attention import State
 from linattn.hf._attention_modules import attention_modules
 from linattn.hf._cache_layers import Kernel, RecordingLayer, StatefulLayer
-from linattn.hf._calls import InterfaceCall, refuse_again
+from linattn.hf._calls import InterfaceCall, refuse_again, surely_all
 from linattn.hf._text_caches import ForkedCache, TextCache, cache_bytes, forked
 from linattn.hf.layer_attention import attention_of
 from linattn.nn import Stream
+
+# Of an encoder's output, to tell it from another text's; and by how much its own may differ when it is computed again.
+_COLUMNS, _ROUNDING = 8, 1e-2
 
 
 class StreamLayer(StatefulLayer[Stream]):
@@ -187,6 +192,8 @@ class EncoderDecoderStates(EncoderDecoderCache):
     Source: transformers' documentation, "Caching".
     """
 
+    _source: Tensor | None = None  # some columns of the encoder's output that the cross attention's keys are of
+
     @property
     def num_bytes(self) -> int:
         """Bytes that the layers of both caches hold."""
@@ -194,14 +201,57 @@ class EncoderDecoderStates(EncoderDecoderCache):
 
     def fork(self) -> Self:
         """A pair that goes on from here by itself, as `fork` of its caches; they share tensors with these."""
-        return type(self)(forked(self.self_attention_cache), forked(self.cross_attention_cache))
+        fork = type(self)(forked(self.self_attention_cache), forked(self.cross_attention_cache))
+        fork._source = self._source
+        return fork
 
     def check_dynamic_cache(self, method: str) -> None:
         """Nothing: linattn's caches have these methods too."""
 
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Take the given rows of the batch, in that order."""
+        super().reorder_cache(beam_idx)
+        self._source = None if self._source is None else self._source[beam_idx.to(self._source.device)]
 
-def refuse_text_again(part: Any, args: Any, options: dict[str, Any]) -> None:
-    """Forward pre-hook of a model, before any of its layers has run: no text again by a cache."""
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given rows of the batch; the next call says which source they are of."""
+        super().batch_select_indices(indices)
+        self._source = None
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch."""
+        super().batch_repeat_interleave(repeats)
+        self._source = None
+
+    def check_source(self, name: str, source: Tensor) -> None:
+        """Refuse what a decoder reads (B, L, E), made of another text than the keys that are held."""
+        shown, before = source[..., :_COLUMNS].detach(), self._source
+        if self.cross_attention_cache.get_seq_length() and before is not None and before.shape == shown.shape:
+            difference = (shown.to(before.device) - before).abs().amax()
+            if surely_all(difference > _ROUNDING * before.abs().amax()):
+                refuse_source(name, source, "of another text")
+        self._source = shown.clone()
+
+
+def refuse_source(name: str, source: Tensor, held: str) -> NoReturn:
+    """Say that the keys of another source are held."""
+    raise ValueError(
+        f"{name} was given an encoder's output of {tuple(source.shape[:2])} rows and tokens, and the cache holds the "
+        f"keys of one {held}, to which its text has attended; give that of the earlier calls, or new caches (Whisper: "
+        "for each segment of long audio)"
+    )
+
+
+def watch(part: PreTrainedModel) -> None:
+    """Have a model's calls begin with `refuse_text_again`, from now on."""
+    if all(getattr(hook, "func", None) is not refuse_text_again for hook in part._forward_pre_hooks.values()):
+        names = list(inspect.signature(part.forward).parameters)
+        part.register_forward_pre_hook(partial(refuse_text_again, names), with_kwargs=True)
+
+
+def refuse_text_again(names: list[str], part: Any, args: Any, options: dict[str, Any]) -> None:
+    """Forward pre-hook of a model, by its arguments' names, before any layer has run: no text again by a cache."""
+    options = {**dict(zip(names, args, strict=False)), **options}
     caches: Any = options.get("past_key_values")
     cache: Any = getattr(caches, "self_attention_cache", caches)
     if not isinstance(cache, TextCache):
@@ -219,8 +269,8 @@ def refuse_text_again(part: Any, args: Any, options: dict[str, Any]) -> None:
     first = [] if cache is caches else caches.cross_attention_cache.layers[:1]
     held = [x.keys.shape[::2] for x in first if type(x) is DynamicLayer and x.get_seq_length() and x.keys is not None]
     if source is not None and held not in ([], [source.shape[:2]]):
-        raise ValueError(
-            f"{type(part).__name__} was given an encoder's output of {tuple(source.shape[:2])} rows and tokens, and "
-            f"the cache holds the keys of one of {tuple(held[0])}, to which its text has attended; give that of the "
-            "earlier calls, or new caches"
-        )
+        refuse_source(name, source, f"of {tuple(held[0])}")
+    # Of the parts that read it the decoder alone is given what its keys are made of: a model may change it before.
+    is_read = "encoder_outputs" not in names and not part.training
+    if source is not None and is_read and isinstance(caches, EncoderDecoderStates):
+        caches.check_source(name, source)

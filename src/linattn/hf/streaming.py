@@ -60,7 +60,8 @@ def stream_tokens(
         temperature: 0, which takes the likeliest token, or a normal number of float32.
         top_p: in (0, 1]; 1 draws from all tokens.
         generator: of the draws, on the model's device; torch's global one if None.
-        cache: the text before the prompt, which goes on with it; `new_cache(model)` if None.
+        cache: the text before the prompt, which goes on with it; `new_cache(model)` if None. It has read all tokens but
+            the last one drawn: a prompt that goes on with the text begins with that.
         notify: called after each part of the prompt with the number of its tokens that are read.
 
     Returns:
@@ -241,7 +242,11 @@ def load_language_model(name_or_folder: str | os.PathLike[str]) -> LoadedModel:
                 f"{source} holds a linearized model and no tokenizer; save it with "
                 "linattn.hf.save_pretrained(model, folder, tokenizer=tokenizer)"
             )
-        model, tokenizer = from_pretrained(source), AutoTokenizer.from_pretrained(str(source), local_files_only=True)
+        model = from_pretrained(source)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=True)
+        except Exception as error:  # whatever a broken file makes its readers raise
+            raise ValueError(f"the tokenizer in {source} cannot be read ({error}); save it there again") from error
         loaded = LoadedModel(name, str(source), model, tokenizer)
     else:
         loaded = load(name, with_head=True)

@@ -16,10 +16,9 @@ from linattn.kv_cache.merging import cluster_means
 from linattn.kv_cache.partitioning import MEASURED, Axes, Metric, partition, seeds
 from linattn.kv_cache.query_sample import evenly, sampled_evenly
 from linattn.kv_cache.window import read_beside_neighbours
-from linattn.softmax.attention import inert
+from linattn.softmax.attention import Reading, Scoring, attend_to_all, inert, read
 from linattn.softmax.extensions import is_readable
 from linattn.softmax.tokens import Tokens
-from linattn.softmax.weighted import Reading, Scoring, attend_to_all, read
 
 # Keys that clusters are made of at first, or so many times the clusters; all others join the nearest.
 _SEEDS, _SEEDS_PER_CLUSTER = 512, 4

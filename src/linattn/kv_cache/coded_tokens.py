@@ -12,9 +12,9 @@ from torch import Tensor
 
 from linattn.kv_cache.codes import Codes, coded_bytes
 from linattn.kv_cache.frames import Frame, Frames
+from linattn.softmax.attention import Scoring, read
 from linattn.softmax.partial import Partial, combine
 from linattn.softmax.tokens import Tokens
-from linattn.softmax.weighted import Scoring, read
 
 # Numbers that are decoded at once, of some tokens at least: as many as a processor's cache holds, or as take far longer
 # than to start the operations on them, of which each piece has about a hundred.

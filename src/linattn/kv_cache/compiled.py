@@ -16,10 +16,10 @@ from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.keys import MergedKeys, Stream
 from linattn.kv_cache.partitioning import Axes, Metric
 from linattn.kv_cache.query_sample import QuerySample, sample_size, sampled_places
+from linattn.softmax.attention import Reading, Scoring
 from linattn.softmax.extensions import objections_to
 from linattn.softmax.tokens import Tokens
 from linattn.softmax.tracing import is_followed
-from linattn.softmax.weighted import Reading, Scoring
 
 # Queries of a call from which it is the faster: of fewer, a stream's memory is copied more often than it is read.
 _FEWEST = 64

@@ -18,12 +18,12 @@ from linattn.kv_cache.live_tokens import Kept, attend_live_tokens
 from linattn.kv_cache.state import MergedState
 from linattn.kv_cache.state_checks import check_continues
 from linattn.kv_cache.stream import attend_causal_merging
+from linattn.softmax.attention import Reading, Scoring, attend_to_all
 from linattn.softmax.checking import KeyWeights, Qkv, check_soft_cap, checked, refuse_sdpa_options
 from linattn.softmax.partial import Attended, AttendedPartial, Partial
 from linattn.softmax.precision import outside_autocast
 from linattn.softmax.row_groups import Streamed
 from linattn.softmax.tracing import outside_inference
-from linattn.softmax.weighted import Reading, Scoring, attend_to_all
 
 BACKENDS = ("auto", "torch", "compiled")
 Options = tuple[bool, float | None, str]
@@ -147,7 +147,7 @@ def merged_attention_with_state(
     """Causal merged attention over the state's tokens and these, and the state after them.
 
     Prefill, chunks and single tokens are the same call, cut anywhere. Cost as `merged_attention`, whatever the state
-    has seen. Later tokens never reach earlier outputs.
+    has seen. Later tokens, if finite, never reach earlier outputs.
 
     Args:
         query, key, value: as in `merged_attention`; with Lq < Lk the queries are the last ones.

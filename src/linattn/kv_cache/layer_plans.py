@@ -21,7 +21,7 @@ CHOICES = (PLAIN, *(f"merged keys, {x:.0%} near" for x in NEAR), *(f"merged keys
 """Names of what a plan chooses from, the plain window first: what a converted model can keep."""
 
 _KIND, _VERSION = "linattn memory plan", 3
-_REMEDY = "make the plan again, with `linattn audit --budget --plan-out`"
+_REMEDY = "make the plan again, with `linattn audit --budget --plan-out` and a new name"
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from linattn.kv_cache.keys import MergedKeys
+from linattn.softmax.attention import Reading
 from linattn.softmax.row_groups import RowGroups, Streamed, attend_by_groups, has_begun, in_order, rows_from, rows_of
 from linattn.softmax.tracing import has_values
-from linattn.softmax.weighted import Reading
 
 Kept = MergedKeys | RowGroups[MergedKeys]
 Attend = Callable[[Any, Sequence[Tensor], MergedKeys], Streamed[MergedKeys]]

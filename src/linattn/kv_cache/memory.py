@@ -17,10 +17,10 @@ from linattn.kv_cache.frames import Frames
 from linattn.kv_cache.levels import table
 from linattn.kv_cache.merging import reduced
 from linattn.kv_cache.query_sample import QuerySample
+from linattn.softmax.attention import Reading, Scoring, read
 from linattn.softmax.partial import combine
 from linattn.softmax.tokens import Tokens
 from linattn.softmax.tracing import has_values, is_followed
-from linattn.softmax.weighted import Reading, Scoring, read
 
 # Times the tokens of the first frames of which they are taken once more: what the first are of says less of a text.
 _AGAIN = 3

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from linattn.kv_cache.partitioning import ALIKE
+from linattn.softmax.attention import Scoring
 from linattn.softmax.extensions import is_readable
 from linattn.softmax.tokens import Tokens, picked
-from linattn.softmax.weighted import Scoring
 
 # Queries that a block of tokens gives, where a group has no more heads.
 _FEWEST = 8

@@ -12,13 +12,13 @@ from torch import Tensor
 from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.keys import MergedKeys
 from linattn.kv_cache.state_checks import Sizes, check_tensors, checked_sizes
+from linattn.softmax.attention import attend_to_all
 from linattn.softmax.checking import DTYPES, check_dense, check_dtype, check_indices, check_soft_cap
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import outside_autocast
 from linattn.softmax.row_groups import RowGroups
 from linattn.softmax.tokens import StreamState, Tokens, register
 from linattn.softmax.tracing import outside_inference
-from linattn.softmax.weighted import attend_to_all
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,9 +11,8 @@ from torch import Tensor
 from linattn.kv_cache.compiled import is_coded, is_compiled, stream_in_compiled_code
 from linattn.kv_cache.keys import MergedKeys, Stream
 from linattn.kv_cache.memory import Memory, Tier
-from linattn.softmax.attention import inert
+from linattn.softmax.attention import Reading, Scoring, inert, read
 from linattn.softmax.tokens import Tokens
-from linattn.softmax.weighted import Reading, Scoring, read
 
 
 def attend_causal_merging(
@@ -45,7 +44,10 @@ def attend_causal_merging(
     sinks = keys.sinks if is_new else before.sinks
     # A text may go on in a wider dtype, which the recent tokens have then.
     sinks = Tokens(*(x.to(like.dtype, copy=is_new) for x, like in zip(sinks, recent, strict=True)))
-    return rows, MergedKeys(sinks, keys.coded, keys.merged, keys.sample, recent, config)
+    after = MergedKeys(sinks, keys.coded, keys.merged, keys.sample, recent, config)
+    # Sinks, and tiers that nothing has entered, are as they came, with a graph that gradients have built before.
+    is_over = not torch.is_grad_enabled() and any(x.requires_grad for x in after.leaves())
+    return rows, after.each(Tensor.detach) if is_over else after
 
 
 def stream_in_torch(

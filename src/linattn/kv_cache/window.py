@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from linattn.softmax.attention import Reading, Scoring
 from linattn.softmax.partial import Partial
 from linattn.softmax.precision import LOG2_E
 from linattn.softmax.tokens import Tokens, by_block
 from linattn.softmax.tracing import is_followed
-from linattn.softmax.weighted import Reading, Scoring
 
 # Weights held at once: few enough to stay in a processor's cache from one pass to the next.
 _CHUNK = 2**19

@@ -15,18 +15,15 @@ from typing import Any
 
 from linattn.attention.window import check_width, shares_normalizer
 from linattn.feature_maps import FEATURE_MAPS, WRAPPERS, FeatureMap
-from linattn.feature_maps.arguments import check_seed
 from linattn.kv_cache import MergedKV
 from linattn.kv_cache.config import begins_merged
-from linattn.softmax.checking import did_you_mean
+from linattn.softmax.checking import check_seed, did_you_mean
 
 # A plus outside brackets: "scale=1e+2" holds one inside.
 _PLUS = re.compile(r"\+(?![^(]*\))")
 # Parts that merged keys may be written with.
 _OF_MERGED = ("sinks", "window")
 _WINDOW = re.compile(r"window\s+([1-9][0-9]*)", re.IGNORECASE)
-HEAVY_KEYS_REMOVED = "heavy keys were removed: use 'window W + merged C' without a map, or the window alone"
-"""Cure for a folder or a written form of an earlier version."""
 # What an audit sets itself, so that draws are comparable between maps, and what it measures with `fit`.
 SET_ELSEWHERE = ("head_dim", "seed", "num_heads", "second_moment")
 
@@ -125,8 +122,6 @@ class Method:
 def parse_method(text: str) -> Method:
     """Read a method's written form: that of a map, with "+ window W" or without, or that of merged keys."""
     parts = [part.strip() for part in _PLUS.split(text)]
-    if any(_word(part) == "heavy" for part in parts):
-        raise ValueError(f"{text!r}: {HEAVY_KEYS_REMOVED}")
     if begins_merged(text) or _word(parts[0]) in _OF_MERGED:
         return Method(None, merged=_parse_merged(text, parts))
     feature_map = parse_map(parts[0])

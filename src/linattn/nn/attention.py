@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from linattn.attention import State
-from linattn.feature_maps.arguments import check_count
 from linattn.nn.streams import KeptTokens, Stream
 from linattn.positions import Gate, Gates, Position, token_positions
-from linattn.softmax.checking import check_dense, check_mask
+from linattn.softmax.checking import check_count, check_dense, check_mask
 from linattn.softmax.partial import Attended
 
 QkNorm = Literal["rms", "layer"]
@@ -245,7 +244,7 @@ def _silenced(x: Tensor, key_mask: Tensor | None) -> Tensor:
 def _places(x: Tensor, key_mask: Tensor | None, before: Tensor | None) -> Tensor:
     """The position of each token in its stream, (B, L) or (L,)."""
     if key_mask is not None:
-        return token_positions(key_mask, 0 if before is None else before)[0]
+        return token_positions(key_mask, 0 if before is None else before)[0].masked_fill(~key_mask, 0)  # they take none
     places = torch.arange(x.shape[1], device=x.device)
     return places if before is None else before.unsqueeze(1) + places
 

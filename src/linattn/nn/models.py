@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
-from linattn.feature_maps.arguments import check_count, check_number
 from linattn.nn.attention import Attention
 from linattn.nn.streams import Stream
+from linattn.softmax.checking import check_count, check_number
 from linattn.softmax.partial import Attended
 
 

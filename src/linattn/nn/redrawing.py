@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from linattn.feature_maps import RandomFeatureMap
-from linattn.feature_maps.arguments import check_count, check_seed
+from linattn.softmax.checking import check_count, check_seed
 
 
 class RedrawSchedule:

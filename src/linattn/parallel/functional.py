@@ -102,7 +102,7 @@ def linear_attention(
 
     options = {"is_causal": is_causal, "enable_gqa": enable_gqa, "gates": kind_of_gates(gates), "backend": backend}
     options["lengths"] = "None" if lengths is None else "given"
-    followed = key_bias, *(gates or ())
+    followed = key_bias, *(gates if isinstance(gates, Gates) else ())
     fields = fields_of_call("parallel.linear_attention", tokens, feature_map, window, followed, **options)
     fields |= {f"lengths[{rank}]": int(length) for rank, length in enumerate(lengths or ())}
     part, lengths_of_ranks = agreed(ranks, fields, check, tokens)
@@ -166,7 +166,7 @@ def absorb(
     def check() -> Part:
         return Part.checked(tokens, feature_map, weights, gates, is_causal=gates is not None, enable_gqa=True)
 
-    followed = key_bias, *(gates or ())
+    followed = key_bias, *(gates if isinstance(gates, Gates) else ())
     fields = fields_of_call("parallel.absorb", tokens, feature_map, None, followed, gates=kind_of_gates(gates))
     part, lengths = agreed(ranks, fields, check, tokens)
     (every,), _ = gathered(ranks, [part.absorbed(feature_map, "auto")], tied(key, lengths))

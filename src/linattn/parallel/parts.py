@@ -109,7 +109,8 @@ class Part(NamedTuple):
                 "is_causal=True and no key_bias"
             )
         if gates is not None:
-            checked_gates(gates, weights[0], key)
+            dtype, live = gates.log_forget.dtype, checked_gates(gates, weights[0], key)
+            gates = Gates(*(x.to(dtype) for x in live if x is not None))  # 0 at masked tokens, whatever they held
         with torch.no_grad():
             statistics = feature_map.call_tensors(query.detach(), key.detach(), key_mask=None, is_causal=False)
         if statistics:

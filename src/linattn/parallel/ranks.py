@@ -167,8 +167,8 @@ def fields_of_call(
 
 def kind_of_gates(gates: Gates | None) -> str:
     """Which gates there are."""
-    if gates is None:
-        return "None"
+    if not isinstance(gates, Gates):
+        return "None" if gates is None else type(gates).__name__
     return "log_forget" if gates.log_input is None else "log_forget and log_input"
 
 

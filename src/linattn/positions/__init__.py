@@ -9,14 +9,12 @@
 | `ForgetGate` | φ(q)·φ(k)·i_j·Π_{s=j+1..i} f_s | O(L·E) | causal | yes | yes |
 | `relative_bias_attention` | φ(q_i)·φ(k_j)·e^{b(i - j)} | O(L·log L·R·Dv) | both | no | yes |
 
-An encoding is a `Position`: `bind` once gives the map to attend with, and refuses one that it does not admit; calling
-it gives q and k for attention; `token_positions` counts positions across padding and a stream. A `Gate` turns tokens
-into `Gates`, which `gated_attention_with_state` takes, or `gate_bias` turns into `key_bias` and a decay of the state. A
-relative bias needs transforms in the fold's place: `relative_bias_attention`. What is relative for kernels of q·k is
-so as far as the map equals one, or in expectation where it estimates one. Letters: B batch, H query heads, Hkv
-key/value heads, G query heads per key/value head, L tokens (Lq, Lk), D head width, Dv value width, P code width, R
-features, C features of a chunk, Hb heads of a bias that share a key/value head, N length of a transform, E model width,
-M the longest sequence.
+An encoding is a `Position`: `bind` once gives the map to attend with, calling it gives q and k for attention;
+`token_positions` counts positions across padding and a stream. A `Gate` turns tokens into `Gates`, which
+`gated_attention_with_state` takes, or `gate_bias` turns into `key_bias` and a decay of the state. A map that estimates
+a kernel of q·k is relative in expectation. Letters: B batch, H query heads, Hkv key/value heads, G query heads per
+key/value head, L tokens (Lq, Lk), D head width, Dv value width, P code width, R features, C features of a chunk, Hb
+heads of a bias that share a key/value head, N length of a transform, E model width, M the longest sequence.
 """
 
 from linattn.positions.encodings import LearnedCodes as LearnedCodes

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from linattn.attention.bound_map import bind
 from linattn.attention.checking import check_map
 from linattn.feature_maps import FeatureMap
-from linattn.feature_maps.arguments import check_count, check_number, check_seed
-from linattn.softmax.checking import check_dense
+from linattn.softmax.checking import check_count, check_dense, check_number, check_seed
 from linattn.softmax.precision import accumulation_dtype
 from linattn.softmax.tracing import has_values, is_fake, outside_inference
 

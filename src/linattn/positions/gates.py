@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from linattn.attention import State, linear_attention_with_state
 from linattn.feature_maps import FeatureMap
-from linattn.feature_maps.arguments import check_count, check_number
 from linattn.feature_maps.base import UncastBuffers
-from linattn.softmax.checking import DTYPES, as_float, check_bool, check_dense, check_dtype
+from linattn.softmax.checking import DTYPES, as_float, check_bool, check_count, check_dense, check_dtype, check_number
 from linattn.softmax.partial import Attended
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
-from linattn.softmax.tracing import is_traced
+from linattn.softmax.tracing import has_values, is_traced
 
 # Exponents lose digits with their size: to 2^10, float32 keeps 6e-5 of a weight and float64 1e-13.
 _LONGEST_FALL = 2.0**10
@@ -153,6 +152,8 @@ def gated_attention_with_state(
     Source: as `gate_bias`.
     """
     check_dense(query=query, key=key, value=value)
+    if not (state is None or isinstance(state, State)):
+        raise TypeError(f"state must be a linattn.State or None, got {type(state).__name__}")
     gates, outs = checked_gates(gates, key_mask, key), []
     if query.shape[2] != key.shape[2]:
         raise ValueError(f"gated queries stand beside keys, got {query.shape[2]} for {key.shape[2]}; give as many")
@@ -186,8 +187,6 @@ def spans(log_forget: Tensor) -> Iterator[slice]:
     if not length or is_unread or log_forget.is_meta or bool((fallen[:, -1] - fallen[:, 0] <= _LONGEST_FALL).all()):
         yield slice(0, length)
         return
-    if not bool(fallen[:, -1].isfinite().all()):
-        raise ValueError("log_forget must be numbers below infinity, logarithms of gates, and some are none")
     fallen, start = fallen.cpu(), 0
     while start < length:
         end = int(torch.searchsorted(fallen, fallen[:, start : start + 1] + _LONGEST_FALL, right=True).min())
@@ -197,6 +196,8 @@ def spans(log_forget: Tensor) -> Iterator[slice]:
 
 def checked_gates(gates: Gates, key_mask: Tensor | None, key: Tensor | None = None) -> Gates:
     """The gates in float64, 0 at masked tokens; wrong shapes refused, and others than those of the keys."""
+    if not isinstance(gates, Gates):
+        raise TypeError(f"gates must be Gates, got {type(gates).__name__}; give what a Gate returns")
     named = {"log_forget": gates.log_forget} | ({} if gates.log_input is None else {"log_input": gates.log_input})
     check_dense(**named, key_mask=key_mask)
     for name, x in named.items():
@@ -222,6 +223,9 @@ def checked_gates(gates: Gates, key_mask: Tensor | None, key: Tensor | None = No
                 f"{tuple(gates.log_forget.shape)}"
             )
         logs = [torch.where(key_mask.unsqueeze(1), x, 0.0) for x in logs]
+    for name, x in zip(named, logs, strict=True):
+        if has_values(x) and not x.is_meta and not bool((x < math.inf).all()):
+            raise ValueError(f"{name} must be numbers below infinity, logarithms of gates, and some are none")
     return Gates(logs[0].clamp(min=_LOWEST), *logs[1:])
 
 

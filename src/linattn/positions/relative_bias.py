@@ -54,8 +54,8 @@ def relative_bias_attention(
         key: (B, H, Lk, D), or (B, Hkv, Lk, D) with `enable_gqa`.
         value: (B, H, Lk, Dv), or (B, Hkv, Lk, Dv) with `enable_gqa`.
         feature_map: any map whose weights are sums over features of products.
-        bias: b, (1, Hkv or H, n), finite, differentiable: with `is_causal` (·, M), of distances 0 … M - 1; else
-            (·, 2·M - 1), of distances i - j from 1 - M to M - 1; M ≥ Lk. A constant added to it changes nothing.
+        bias: b, (1, Hkv or H, n), differentiable: with `is_causal` (·, M), of distances 0 … M - 1; else (·, 2·M - 1),
+            of distances i - j from 1 - M to M - 1; M ≥ Lk. A constant added changes nothing, -inf hides a distance.
         key_mask: (B, Lk) bool, True = attend. Distances count attended tokens alone, so that padding, inside too, moves
             no token; a query at a masked one stands where the last attended one does.
         is_causal: query i sees keys j ≤ i + Lk - Lq.
@@ -98,8 +98,8 @@ def relative_bias_attention(
     with outside_autocast(query.device):
         tokens = _on_a_grid(query, key, value, key_mask, is_causal=is_causal)
         num, den, noise = convolved(Columns(bound, tokens), tokens, Kernel.of(table, key.shape[2], is_causal=is_causal))
-        lost = _lost_rows(den, noise, value.dtype)
-        dead = (den == 0) | ~tokens.sees.unsqueeze(-2)
+        sees = tokens.sees.unsqueeze(-2)
+        lost, dead = _lost_rows(den, noise * sees, value.dtype), (den == 0) | ~sees
         out = torch.where(dead.unsqueeze(-1), 0, num / torch.where(dead, 1, den).unsqueeze(-1))
         if lost is not None:
             out = out.masked_fill(lost.unsqueeze(-1), torch.nan)
@@ -154,6 +154,8 @@ def _checked_bias(bias: Tensor, query: Tensor, key: Tensor, *, is_causal: bool) 
         raise ValueError(
             f"{length} tokens need biases for {needed} distances, got {bias.shape[1]}; train more, or repeat the ends"
         )
+    if has_values(bias) and not bool((bias < math.inf).all() and (bias.amax(-1) > -math.inf).all()):
+        raise ValueError("bias must be numbers below infinity, not all -inf, and some are none; -inf hides a distance")
     return bias.unsqueeze(1) if bias.shape[0] in (1, kv_heads) else bias.unflatten(0, (kv_heads, -1))
 
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar, cast, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, SchemaValidator, core_schema
 
-from linattn.records.atomic import atomic_file
+from linattn.records.files import atomic_file
 
 T = TypeVar("T")
 

@@ -1,7 +1,8 @@
-"""Texts from files, and those that Python carries."""
+"""Texts from files, those that Python carries, and tables of texts."""
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -33,3 +34,18 @@ def _prose() -> str:
     without_rules = re.sub(r"^\s*[*=~\"^-]{3,}\s*$", "", text, flags=re.MULTILINE)
     paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", without_rules))
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts."""
+
+    columns: tuple[str, ...]  # headings; the first column is left-aligned, the others are numbers
+    rows: tuple[tuple[str, ...], ...]  # one text per column
+    baselines: int = 0  # how many of the first rows are baselines, set apart from the others
+
+    def markdown(self) -> str:
+        """The table as Markdown, the first column to the left and the others to the right."""
+        head = f"| {' | '.join(self.columns)} |"
+        rule = f"|---|{'---:|' * (len(self.columns) - 1)}"
+        return "\n".join([head, rule, *(f"| {' | '.join(row)} |" for row in self.rows)])

@@ -1,14 +1,21 @@
 """Exact softmax attention: what the maps are measured against and combined with; letters as in softmax/__init__.py."""
 
+from __future__ import annotations
+
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linattn.softmax.checking import KeyWeights, Qkv, check_scale, checked, refuse_sdpa_options
-from linattn.softmax.partial import Partial, shares
+from linattn.softmax.checking import KeyWeights, Qkv, checked, checked_scale, refuse_sdpa_options
+from linattn.softmax.partial import Partial, joined, shares
 from linattn.softmax.precision import accumulation_dtype, outside_autocast
+from linattn.softmax.tokens import Tokens
 from linattn.softmax.tracing import has_tangents, is_traced, is_transformed
+
+# Weights held at once.
+_CHUNK = 2**22
 
 
 def softmax_attention(
@@ -34,7 +41,7 @@ def softmax_attention(
         query, key, value, key_mask, key_bias, is_causal, enable_gqa: as in `linear_attention`; a bias is added to the
             logits of its key's column, causality is bottom-right (SDPA's own flag is top-left). Jagged ones are taken
             where nothing is masked, biased or causal.
-        scale: the temperature, default D**-0.5.
+        scale: the factor on q·k, a number, default D**-0.5; multiply the query by a factor that is a tensor.
         attn_mask, dropout_p: SDPA's; another value than its default is refused, with what to give in its place.
 
     Returns:
@@ -53,7 +60,7 @@ def softmax_attention(
     Source: Vaswani et al. 2017 (arXiv 1706.03762), equation 1.
     """
     refuse_sdpa_options(attn_mask, dropout_p)
-    check_scale(scale)
+    scale = checked_scale(scale)
     tokens, takes_jagged = (query, key, value), not is_causal and key_mask is None and key_bias is None
     query, key, value, bias = checked(tokens, key_mask, key_bias, enable_gqa=enable_gqa, takes_jagged=takes_jagged)
     with outside_autocast(query.device):
@@ -88,7 +95,7 @@ def softmax_partial(
         >>> round(part.log_normalizer.exp().item(), 4)
         4.0
     """
-    check_scale(scale)
+    scale = checked_scale(scale)
     query, key, value, bias = checked((query, key, value), key_mask, key_bias, enable_gqa=enable_gqa)
     k, v = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in inert(bias, key, value))
     logits = _logit_bias(query, key, bias, is_causal=is_causal)
@@ -106,7 +113,8 @@ def _by_sdpa(
     if has_tangents() or (weights[1] is not None and is_transformed()):
         return softmax_partial(query, key, value, key_bias=bias, is_causal=is_causal, scale=scale, enable_gqa=gqa).out
     attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=scale, enable_gqa=gqa)
-    if bias is None and is_causal and lq == lk:
+    # By a scale that is not positive torch makes NaN of what its own mask hides.
+    if bias is None and is_causal and lq == lk and (scale is None or scale > 0):
         return attend(query, key, value, is_causal=True)
     if bias is None and is_causal and 0 < lq < lk and not is_traced(*tokens):
         # Imported here: it imports torch's compiler, which does not know it.
@@ -162,3 +170,60 @@ def _logit_bias(query: Tensor, key: Tensor, bias: Tensor | None, *, is_causal: b
     visible = causal_mask(query.shape[2], key.shape[2], query.device)
     zero = query.new_zeros((), dtype=accumulation_dtype(query.dtype))
     return torch.where(visible, zero if bias is None else bias.unsqueeze(2), -torch.inf)
+
+
+class Scoring(NamedTuple):
+    """How a query and a key make a logit: x = scale·q·k, or c·tanh(x / c) where there is a soft cap c."""
+
+    scale: float
+    soft_cap: float | None = None
+
+    def biased(self, bias: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """Biases plus the logits of products of matrices (N, ·, ·), of which one holds the queries."""
+        if self.soft_cap is None:
+            return torch.baddbmm(bias, left, right, alpha=self.scale)
+        return bias + soft_capped(self.scale * (left @ right), self.soft_cap)
+
+
+class Reading(NamedTuple):
+    """Outputs of rows, and their log-normalisers where they were asked for."""
+
+    out: Tensor  # (B, H, G, L, Dv)
+    log_normalizer: Tensor | None  # (B, H, G, L)
+
+    @classmethod
+    def joined(cls, parts: list[Reading]) -> Reading:
+        """Readings of consecutive rows as one."""
+        logs = [part.log_normalizer for part in parts if part.log_normalizer is not None]
+        return cls(torch.cat([part.out for part in parts], 3), torch.cat(logs, 3) if logs else None)
+
+    def partial(self) -> Partial:
+        """Convert to a partial result; the log-normalisers must be there."""
+        assert self.log_normalizer is not None
+        return Partial(self.out, self.log_normalizer)
+
+
+def read(query: Tensor, tokens: Tokens, scoring: Scoring, *, is_causal: bool, with_log: bool) -> Reading:
+    """Rows (B, H, G, n, ·) over weighted keys, causally with the last of both level; 0 where no key is seen."""
+    dtype, (groups, number) = tokens.bias.dtype, query.shape[2:4]
+    rows = query.flatten(2, 3).to(dtype)
+    bias = tokens.bias.unsqueeze(2)
+    if is_causal and number > 1:
+        bias = torch.where(causal_mask(number, bias.shape[-1], bias.device), bias, -torch.inf)
+        bias = bias.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(2, 3)
+    key, value = tokens.key.to(dtype), tokens.value.to(dtype)
+    # torch's kernels have no cap, tell no log-normaliser, and under torch.func take a bias for a constant.
+    if with_log or scoring.soft_cap is not None or is_transformed() or has_tangents():
+        part = softmax_rows(rows, key, value, bias, *scoring)
+        out, log = part.out, part.log_normalizer.unflatten(2, (groups, number)) if with_log else None
+    else:
+        mask = bias.expand(*rows.shape[:3], -1)
+        out, log = torch.nn.functional.scaled_dot_product_attention(rows, key, value, mask, scale=scoring.scale), None
+    return Reading(out.to(query.dtype).unflatten(2, (groups, number)), log)
+
+
+def attend_to_all(query: Tensor, tokens: Tokens, scale: float, soft_cap: float | None = None) -> Partial:
+    """Exact rows (B, H, G, L, ·) over the same few tokens."""
+    size = max(_CHUNK // max(query.shape[:3].numel() * tokens.key.shape[2], 1), 1)
+    key, value, bias = tokens.key.unsqueeze(2), tokens.value.unsqueeze(2), tokens.bias[:, :, None, None]
+    return joined([softmax_rows(rows, key, value, bias, scale, soft_cap) for rows in query.split(size, 3)])

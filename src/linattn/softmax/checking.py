@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import NoReturn, SupportsFloat
+from typing import Any, NoReturn, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -198,10 +198,14 @@ def as_float(value: object) -> float:
         return math.nan
 
 
-def check_scale(scale: object) -> None:
-    """Refuse what is no finite number, or None for the default; a graph may leave a number open."""
-    if not (scale is None or torch.compiler.is_compiling() or math.isfinite(as_float(scale))):
-        raise ValueError(f"scale must be a finite number, or None for D**-0.5, got {scale!r}; give the factor on q·k")
+def checked_scale(scale: Any) -> Any:
+    """The factor on q·k as a float, or None for the default; a graph may leave a number open."""
+    if scale is None or torch.compiler.is_compiling():
+        return scale
+    if isinstance(scale, Tensor) or not math.isfinite(as_float(scale)):
+        cure = "give a number of Python's, or multiply the query by a tensor that is learned"
+        raise ValueError(f"scale must be a finite number, or None for D**-0.5, got {scale!r}; {cure}")
+    return float(scale)
 
 
 def check_soft_cap(soft_cap: float | None) -> float | None:
@@ -291,3 +295,30 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     exact = {name.lower(): name for name in known}
     nearest = get_close_matches(word.lower(), exact, 1)
     return f", did you mean {exact[nearest[0]]!r}?" if nearest else ""
+
+
+def check_count(name: str, value: int, at_least: int = 1) -> int:
+    """Return an integer that is at least `at_least`, or refuse it."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(f"{name} must be an integer of at least {at_least}, got {value!r}")
+    return value
+
+
+def check_seed(seed: int) -> int:
+    """Return a seed that an int64 holds, or refuse it."""
+    if check_count("seed", seed, at_least=0) >= 2**63:
+        raise ValueError(f"seed must be below 2**63, got {seed!r}")
+    return seed
+
+
+def check_number(name: str, value: float, *, positive: bool = False) -> float:
+    """Return a finite number that is ≥ 0, or > 0 when `positive`, as a float, or refuse it."""
+    number = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else as_float(value)
+    if not math.isfinite(number) or number < 0 or (positive and number == 0):
+        raise ValueError(f"{name} must be a finite number {'> 0' if positive else '>= 0'}, got {value!r}")
+    return number
+
+
+def temperature(scale: float | None, head_dim: int) -> float:
+    """The factor on q·k: `scale`, or D**-0.5 when it is None."""
+    return head_dim**-0.5 if scale is None else check_number("scale", scale, positive=True)

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from linattn.records.atomic import atomic_folder, full_disk_names, remove
+from linattn.records.files import atomic_folder, full_disk_names, locked, remove
 from linattn.records.json_files import Reading, read_json, to_json, write_json
-from linattn.records.locks import locked
 from linattn.training.budgets import Progress
 from linattn.training.tensors import FILE
 

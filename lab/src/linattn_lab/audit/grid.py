@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from linattn.feature_maps import FEATURE_MAPS
-from linattn.feature_maps.arguments import check_seed
 from linattn.methods.method import MapSpec, Method
+from linattn.softmax.checking import check_seed
 from linattn_lab.built_methods import BuiltMethod, build
 
 # What decides for a model: merged keys, expansions with a window and without, and the textbook's maps.

@@ -21,6 +21,7 @@ from linattn_lab.audit.moments import logit_std, pair_moments, predicted_ratio
 from linattn_lab.audit.row_measures import kl_divergence, total_variation
 from linattn_lab.audit.weights import few_queries
 from linattn_lab.built_methods import BuiltMethod
+from linattn_lab.variance import relative_variance
 
 # One-hot values attended to at once where rows are read off the op.
 _COLUMNS = 128
@@ -170,7 +171,7 @@ class LayerTruth:
             return torch.full_like(sum_square, torch.nan)
         if not feature_map.softmax_kernel:
             return torch.full_like(sum_square, torch.nan)
-        return predicted_ratio(feature_map.relative_variance(sum_square, difference_square), self.logit_std)
+        return predicted_ratio(relative_variance(feature_map, sum_square, difference_square), self.logit_std)
 
 
 def _as_seen(feature_map: FeatureMap | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from linattn.feature_maps.arguments import check_seed
 from linattn.methods.method import Method, parse_method
+from linattn.softmax.checking import check_seed
 from linattn_lab.built_methods import BuiltMethod, build
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from linattn.cli.app import MOST
-from linattn.records.tables import Table
+from linattn.records.texts import Table
 
 
 def whole_numbers(text: str, option: str, example: str) -> tuple[int, ...]:

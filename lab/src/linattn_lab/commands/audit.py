@@ -52,7 +52,7 @@ def audit(
 
     from linattn.cli.new_folder import check_same_options
     from linattn.processes import launched
-    from linattn.records.locks import locked
+    from linattn.records.files import locked
     from linattn_lab.commands import head_audit, memory_audit
 
     with launched() as processes, ExitStack() as opened:
@@ -66,5 +66,6 @@ def audit(
         else:
             words = (model, text, text_kinds, budget, tokens, dtype, passages, kinds, tasks, samples)
             others = {"--map": maps, "--full": full or None, "--features": features, "--draws": draws}
+            others["--seed"] = seed or None
             cache = memory_audit.Asked(*words, out, again, plan_out, calibration)
             memory_audit.audit_memory(cache, others, console, is_first=processes.is_first)

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from linattn.cli.terminal import ending, print_table
 from linattn.processes import interrupts
-from linattn.records.locks import locked
+from linattn.records.files import locked
 from linattn_lab.asides import set_aside
 from linattn_lab.bench.measuring import Bench
 from linattn_lab.bench.records import BENCH, LengthRow, partial_path

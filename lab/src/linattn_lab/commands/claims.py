@@ -11,8 +11,8 @@ from rich.markup import escape
 
 from linattn.cli.terminal import ending
 from linattn.processes import interrupts
-from linattn.records.locks import locked
-from linattn.records.tables import Table
+from linattn.records.files import locked
+from linattn.records.texts import Table
 from linattn_lab.asides import set_aside
 from linattn_lab.commands._terminal import print_words
 from linattn_lab.commands.stages import stages

@@ -17,7 +17,7 @@ from linattn.cli.new_folder import finish, shared_folder
 from linattn.cli.terminal import print_table
 from linattn.cli.training_progress import training_progress
 from linattn.hf import LinearLMConfig, LinearLMForCausalLM
-from linattn.records.atomic import atomic_folder
+from linattn.records.files import atomic_folder
 from linattn.records.json_files import to_json, write_json
 from linattn.training import Progress, WorkFolder, launched
 from linattn_lab.pretraining import (

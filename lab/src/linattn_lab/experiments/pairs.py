@@ -19,6 +19,7 @@ from torch import Tensor
 from linattn.feature_maps import FavorPlus, Hyperbolic, RandomFeatureMap, Trigonometric, features
 from linattn_lab.experiments.experiment import Figure
 from linattn_lab.experiments.inputs import pair_at_angle, seed
+from linattn_lab.variance import relative_variance
 
 ESTIMATORS: dict[str, type[FavorPlus] | type[Hyperbolic] | type[Trigonometric]] = {
     "trigonometric": Trigonometric,
@@ -86,7 +87,7 @@ def paper_error(name: str, pair: Pair) -> float:
 def closed_error(name: str, pair: Pair, projection: Projection) -> float:
     """Mean squared error of an estimator, as the library has it."""
     squares = (torch.tensor(x, dtype=torch.float64) for x in (pair.sum_square, pair.difference_square))
-    return estimator(name, projection).relative_variance(*squares).item() * pair.kernel**2
+    return relative_variance(estimator(name, projection), *squares).item() * pair.kernel**2
 
 
 def estimator(name: str, projection: Projection, *, drawn_from: int = 0, draws: int | None = None) -> RandomFeatureMap:

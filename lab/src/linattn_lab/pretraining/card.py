@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from linattn.records.tables import Table
+from linattn.records.texts import Table
 from linattn_lab.pretraining.pretraining import Pretraining
 
 

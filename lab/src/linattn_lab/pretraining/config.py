@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from linattn.feature_maps.arguments import check_seed
+from linattn.softmax.checking import check_seed
 from linattn.training import Budget, Seconds, Steps
 
 

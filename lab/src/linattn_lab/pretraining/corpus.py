@@ -151,6 +151,8 @@ def read_documents(paths: Sequence[Path], without: Sequence[Path] = ()) -> tuple
                 left_out["of this training"] += 1
             elif not file.is_file():
                 left_out["a link to a folder, or no file"] += 1
+            elif file != path and not os.access(file, os.R_OK):
+                left_out["a file that may not be read"] += 1
             elif _is_text(content := file.read_bytes()):
                 documents.append((str(Path(named, file.relative_to(path))), content))
             elif file == path:

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from linattn.records.atomic import atomic_file
+from linattn.records.files import atomic_file
 from linattn.records.json_files import Reading, to_json
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from linattn.records.atomic import atomic_file
+from linattn.records.files import atomic_file
 from linattn.records.json_files import to_json
 from linattn_lab.report._text import counted
 from linattn_lab.report.charts import Chart

@@ -18,11 +18,10 @@ from linattn.attention.backends.backend import as_partial, map_rows
 from linattn.attention.sums import Sums
 from linattn.attention.window.keys import Kept, WindowKeys
 from linattn.attention.window.neighbourhood import near
-from linattn.softmax.attention import inert
+from linattn.softmax.attention import Reading, inert
 from linattn.softmax.partial import Partial, combine, joined
 from linattn.softmax.row_groups import Streamed, attend_by_groups, turned
 from linattn.softmax.tokens import Tokens
-from linattn.softmax.weighted import Reading
 
 # Tokens turned round at once where later keys are folded in from the end.
 _SEGMENT = 4096

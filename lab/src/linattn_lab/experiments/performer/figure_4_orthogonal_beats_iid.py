@@ -28,6 +28,7 @@ from linattn_lab.experiments.performer._figure_4 import (
     draw_errors,
     sampled,
 )
+from linattn_lab.variance import relative_variance
 
 CLAIM = "Orthogonal random features give a lower error than iid ones, trigonometric and positive alike."
 SOURCE = "Performer paper (arXiv 2009.14794), figure 4 and section 2.4"
@@ -118,6 +119,6 @@ def _first_order(family: str, width: int, sigma: float) -> float | None:
     squares = scale * (query.square().sum(-1, keepdim=True) + key.square().sum(-1))
     weights = product.softmax(-1).square()
     iid, orthogonal = (
-        RANDOM[name](width).relative_variance(squares + 2 * product, squares - 2 * product) for name in _NAMES[family]
+        relative_variance(RANDOM[name](width), squares + 2 * product, squares - 2 * product) for name in _NAMES[family]
     )
     return float((weights * iid).sum() / (weights * orthogonal).sum())

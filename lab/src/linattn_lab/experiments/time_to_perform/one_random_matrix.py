@@ -19,6 +19,7 @@ from linattn.feature_maps import FavorPlus, features
 from linattn_lab.experiments.experiment import Axes, Figure, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.inputs import Tokens, gaussian_tokens, seed
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series
+from linattn_lab.variance import variance
 
 CLAIM = "A = exp(QKᵀ) is a stochastic low-rank decomposition A = E[φᵀφ]."
 SOURCE = "time to perform, section II"
@@ -90,8 +91,8 @@ def _error(config: Config, series: str, draws: int) -> Figure:
     found = torch.stack(squares)
     value = found.mean().sqrt().item()
     favor = _map(config, 0)
-    bias, variance = favor.kernel(left, right) - truth, favor.variance(left, right)
-    expected = math.sqrt((bias.square().sum() + variance.sum() / draws).item()) / size.item()
+    bias, spread = favor.kernel(left, right) - truth, variance(favor, left, right)
+    expected = math.sqrt((bias.square().sum() + spread.sum() / draws).item()) / size.item()
     return Figure(value, found.std().item() / math.sqrt(config.batches) / (2 * value), expected)
 
 

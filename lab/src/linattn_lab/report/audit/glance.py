@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from linattn.records.tables import Table
+from linattn.records.texts import Table
 from linattn_lab.report.audit.frontier import family, least
 from linattn_lab.report.audit.paying import chosen_line
 from linattn_lab.report.audit.summary import AuditSummary, Line

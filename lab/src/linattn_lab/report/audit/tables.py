@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from linattn.records.tables import Table
+from linattn.records.texts import Table
 from linattn_lab.crossover import Crossover
 from linattn_lab.report._text import number
 from linattn_lab.report.audit.summary import AuditSummary, MeanAndSpread, over

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import linear_regression, median
 
 from linattn.methods.measures import exact_state_numbers
-from linattn.records.tables import Table
+from linattn.records.texts import Table
 from linattn_lab.bench.records import BENCH, BenchHeader, LengthRow
 from linattn_lab.costs import spread
 from linattn_lab.crossover import Crossover, find_crossover

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from linattn.records.tables import Table
+from linattn.records.texts import Table
 from linattn_lab.experiments.experiment import FigureRow, Status
 from linattn_lab.experiments.records import CLAIMS, ClaimsHeader, Decision
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from linattn.records.tables import Table
+from linattn.records.texts import Table
 from linattn_lab.kv_audit.intervals import Ratio
 from linattn_lab.kv_audit.names import BOUNDED, FULL, NO_BUDGET, UNIFORM, WINDOW
 from linattn_lab.report._text import Point, counted, number

@@ -11,8 +11,9 @@ import math
 import pytest
 import torch
 
-from linattn.feature_maps import FavorPlus, Hyperbolic, Oprf, Trigonometric, features
+from linattn.feature_maps import FavorPlus, Hyperbolic, Oprf, RandomRelu, Sderf, Trigonometric, features
 from linattn.feature_maps.random_base import RandomFeatureMap
+from linattn_lab.variance import relative_variance, variance
 
 D = 8
 NUM_ROWS = 12  # one block and a half
@@ -42,11 +43,11 @@ def test_variance_over_draws(kind: type[RandomFeatureMap], draw: str, lengths: s
     if kind is Trigonometric:
         k = -k
     estimates = (features(feature_map, q, "query") * features(feature_map, k, "key")).sum(-1)
-    variance, deviations = estimates.var(0), estimates - estimates.mean(0)
-    standard_error = ((deviations**4).mean(0) - variance**2).sqrt() / math.sqrt(NUM_DRAWS)
-    assert (standard_error < 0.05 * variance).all()  # sharp enough to tell orthogonal from independent rows
-    expected = feature_map.variance(q, k).diagonal()
-    assert ((variance - expected).abs() <= 4 * standard_error).all()
+    sampled, deviations = estimates.var(0), estimates - estimates.mean(0)
+    standard_error = ((deviations**4).mean(0) - sampled**2).sqrt() / math.sqrt(NUM_DRAWS)
+    assert (standard_error < 0.05 * sampled).all()  # sharp enough to tell orthogonal from independent rows
+    expected = variance(feature_map, q, k).diagonal()
+    assert ((sampled - expected).abs() <= 4 * standard_error).all()
 
 
 @pytest.mark.parametrize(("kind", "lengths"), [case[::2] for case in CASES if case[1] == "iid"])
@@ -57,9 +58,9 @@ def test_both_variances_agree(kind: type[RandomFeatureMap], lengths: str) -> Non
     q, k = (torch.randn(2, 3, D, dtype=torch.float64, generator=generator) for _ in range(2))
     sums = (q.unsqueeze(-2) + k.unsqueeze(-3)).square().sum(-1) * feature_map.scale
     differences = (q.unsqueeze(-2) - k.unsqueeze(-3)).square().sum(-1) * feature_map.scale
-    relative = feature_map.relative_variance(sums, differences)
+    relative = relative_variance(feature_map, sums, differences)
     torch.testing.assert_close(
-        feature_map.variance(q, k), relative * feature_map.kernel(q, k).square(), rtol=1e-9, atol=0
+        variance(feature_map, q, k), relative * feature_map.kernel(q, k).square(), rtol=1e-9, atol=0
     )
 
 
@@ -92,18 +93,32 @@ def test_reference_table(row: tuple[float, ...]) -> None:
     s, d, *columns, ratio = row
     sums, differences = (torch.tensor(x, dtype=torch.float64) for x in (s, d))
     found = [
-        64 * kind(64, 64 * kind.features_per_row, draw=draw).relative_variance(sums, differences).item()
+        64 * relative_variance(kind(64, 64 * kind.features_per_row, draw=draw), sums, differences).item()
         for kind in (Trigonometric, FavorPlus, Hyperbolic)
         for draw in ("iid", "orthogonal")
     ]
     oprf = Oprf(64, 64, draw="iid", mean_square=s)
-    found.append(64 * oprf.relative_variance(sums, differences).item())
+    found.append(64 * relative_variance(oprf, sums, differences).item())
     assert found == pytest.approx(columns, rel=5e-4, abs=1e-12)
     smaller = FavorPlus(64, 64, lengths="fixed", scale=1.0)
     q, k = torch.zeros(2, 1, 64, dtype=torch.float64)
     q[0, :2] = torch.tensor([math.sqrt(s), math.sqrt(d)]) / 2
     k[0, :2] = torch.tensor([math.sqrt(s), -math.sqrt(d)]) / 2
     assert smaller.kernel(q, k).item() / math.exp((s - d) / 4) == pytest.approx(ratio, rel=5e-4)
+
+
+@pytest.mark.parametrize("feature_map", [RandomRelu(4, 8), Sderf(4, 8)])
+def test_maps_whose_variance_is_no_function_of_lengths(feature_map: RandomFeatureMap) -> None:
+    x = torch.ones(1, 4)
+    with pytest.raises(
+        ValueError, match=f"of {type(feature_map).__name__} depends on more .* estimate it over redraws"
+    ):
+        relative_variance(feature_map, x, x)
+
+
+def test_an_oprf_without_a_tilt() -> None:
+    with pytest.raises(ValueError, match=r"call fit\(query, key\)"):
+        relative_variance(Oprf(4, 8), torch.ones(1), torch.ones(1))
 
 
 @pytest.mark.parametrize("s", [0.1, 1.0, 9.0])
@@ -116,22 +131,22 @@ def test_one_line_laws(s: float) -> None:
         (Trigonometric, math.cosh(s) - 1),
     ):
         feature_map = kind(D, 10 * kind.features_per_row, draw="iid")
-        assert 10 * feature_map.relative_variance(square, square).item() == pytest.approx(expected, rel=1e-12)
+        assert 10 * relative_variance(feature_map, square, square).item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_oprf_tilt_minimises_the_variance_at_its_mean_square() -> None:
     at = torch.tensor(3.0, dtype=torch.float64)
-    best = Oprf(D, 4, draw="iid", mean_square=3.0).relative_variance(at, at)
+    best = relative_variance(Oprf(D, 4, draw="iid", mean_square=3.0), at, at)
     for other in (2.9, 3.1):
-        assert Oprf(D, 4, draw="iid", mean_square=other).relative_variance(at, at) > best
-    assert best < FavorPlus(D, 4, draw="iid").relative_variance(at, at)
+        assert relative_variance(Oprf(D, 4, draw="iid", mean_square=other), at, at) > best
+    assert best < relative_variance(FavorPlus(D, 4, draw="iid"), at, at)
 
 
 @pytest.mark.parametrize("kind", [FavorPlus, Hyperbolic, Trigonometric])
 @pytest.mark.parametrize("draw", ["orthogonal", "iid"])
 def test_large_arguments_do_not_turn_into_nan(kind: type[RandomFeatureMap], draw: str) -> None:
     s = torch.tensor([300.0, 700.0, 1e4], dtype=torch.float64)
-    found = kind(64, 64 * kind.features_per_row, draw=draw).relative_variance(s, s)
+    found = relative_variance(kind(64, 64 * kind.features_per_row, draw=draw), s, s)
     # exp(s) or exp(s)/2 over m, and beyond the largest float64.
     assert found[0].item() == pytest.approx(math.exp(300) / (64 * kind.features_per_row), rel=1e-10)
     assert math.isfinite(found[1].item())
