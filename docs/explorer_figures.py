@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from linattn.records.atomic import atomic_file
+from linattn.records.files import atomic_file
 from linattn.records.json_files import Reading, to_json
 from linattn_lab.report.audit.explorer import Explorer, explorer, explorer_page
 from linattn_lab.report.audit.summary import summarise_audit

@@ -16,7 +16,7 @@ import torch
 from linattn import MergedKV
 from linattn.kv_cache.budget import RECALLS
 from linattn.records.json_files import Reading, read_record, to_json, write_json
-from linattn.records.tables import Table
+from linattn.records.texts import Table
 from linattn_lab.kv_audit.methods import num_unmerged
 from linattn_lab.kv_audit.names import BOUNDED, FULL, WINDOW
 from linattn_lab.report._text import counted
@@ -62,18 +62,15 @@ def readme_table() -> str:
     passages = "one passage" if header.num_passages == 1 else f"{header.num_passages} passages"
     words = (
         f"{header.model}{_WEIGHTS.get(header.model, '')} in {header.dtype}, {passages} of {length:,} tokens of each of "
-        f"{', '.join(header.texts)}, "
-        f"budget {budget:,} tokens per layer and key/value head, {threads}, by "
+        f"{', '.join(header.texts)}, budget {budget:,} tokens per layer and key/value head, {threads}, by "
         f"`linattn audit {header.model} --budget {budget} --method …`. {ARROWS} "
-        f"KV cache: the {len(header.layers)} layers that are bounded, without the {header.num_exact} others, which "
-        "hold as much in every row. "
-        "Fit unmerged: share of the tokens read before the first merge or eviction. "
+        f"KV cache: the {len(header.layers)} layers that are bounded; the {header.num_exact} others hold as much in "
+        "every row. Fit unmerged: share of the tokens read before the first merge or eviction; after it the default "
+        "keeps half as many unmerged. "
         f"KL: KL divergence of the last {header.num_measured} predictions from the full cache's, in nats; mean and "
-        "median of each passage, averaged over passages. A few predictions make up most of each mean; the full "
-        "cache's own is rounding. "
-        "Needles: accuracy of needle retrieval, the share of the answers' tokens predicted; "
-        f"{counted(header.num_facts, 'number')} at each of {', '.join(full.facts)} of "
-        f"{'one text' if header.num_samples == 1 else f'{header.num_samples} texts'}, stated once. "
+        "median of a passage, averaged over passages. A few predictions make up most of each mean. "
+        f"Needles: share of the digits predicted of {counted(header.num_facts, 'number')}, stated once, at each of "
+        f"{', '.join(full.facts)} of {'one text' if header.num_samples == 1 else f'{header.num_samples} texts'}. "
         f"÷ full: divided by the full cache's.{_exact(audit, budget)}{_few_bits(header.kinds)}"
     )
     head = (
@@ -93,8 +90,7 @@ def _exact(audit: MemorySummary, budget: int) -> str:
     config = MergedKV.parse(line.label)
     least = num_unmerged(config) + 1
     return (
-        f" Sinks + window: exact; it evicts a block of {config.blocks.size} tokens at once, and so holds {least} to "
-        f"{least + config.blocks.size - 1} tokens."
+        f" Sinks + window: exact, {least} to {least + config.blocks.size - 1} tokens, since whole blocks are evicted."
     )
 
 
@@ -104,8 +100,8 @@ def _few_bits(kinds: Sequence[str]) -> str:
     if not bits:
         return ""
     return (
-        " Sinks + window in few bits: a quantized window, whose oldest tokens are evicted; shown "
-        f"are the best of {', '.join(bits)} bits by KL and by needles."
+        " In few bits: a quantized window, which evicts the oldest tokens; "
+        f"the best of {', '.join(bits)} bits by KL and by needles."
     )
 
 

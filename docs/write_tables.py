@@ -24,7 +24,7 @@ from benchmark_words import words_of
 from claims_tables import claims_page, claims_words
 from draw_figures import drawings, is_redrawn, kl_words
 from explorer_figures import explorer_frame, take_explorer
-from linattn.records.atomic import atomic_file
+from linattn.records.files import atomic_file
 from linattn_lab.report.audit.summary import summarise_audit
 from linattn_lab.report.claims.summary import summarise_claims
 from memory_tables import MEMORY, memory_table, readme_table, room_table, take_memory
