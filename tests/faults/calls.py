@@ -288,8 +288,8 @@ FAULTS = (
     Fault(
         "give a scale that is not positive to torch's causal mask",
         "softmax/attention.py",
-        " and (scale is None or scale > 0)",
-        "",
+        "bias is None and is_causal and (scale is None or scale > 0)",
+        "bias is None and is_causal",
         "tests/laws/test_sdpa_options.py",
     ),
     Fault(

@@ -227,8 +227,8 @@ FAULTS = (
     Fault(
         "show windows in all bits",
         REPORT + "summary.py",
-        "earlier = [other for other in kept if is_few_bits(other) and is_few_bits(line)]",
-        "earlier: list[MemoryLine] = []",
+        "earlier = [{**other.facts, **other.tasks} for other in kept if is_few_bits(other) and is_few_bits(line)]",
+        "earlier: list[dict[str, float]] = []",
         SHOWN,
     ),
     Fault(

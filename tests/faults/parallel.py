@@ -12,8 +12,8 @@ FAULTS = (
     Fault(
         "cut a rank's keys by gates of other tokens",
         "parallel/parts.py",
-        "dtype, live = gates.log_forget.dtype, checked_gates(gates, weights[0], key)",
-        "dtype, live = gates.log_forget.dtype, gates",
+        "beside = zip(checked_gates(gates, weights[0], key), gates, strict=True)",
+        "beside = zip(gates, gates, strict=True)",
         "tests/parallel/test_parts.py",
     ),
     Fault(

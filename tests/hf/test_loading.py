@@ -11,7 +11,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaForCausalLM, LlamaModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, LlamaForCausalLM, LlamaModel, PreTrainedTokenizerFast
 
 from linattn.hf import linearize_, load, save_pretrained
 
@@ -185,6 +185,14 @@ def test_weights_that_a_folder_lacks_are_not_drawn(build, tokenizer, tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks 'model\.layers\.0\.self_attn\.q_proj\.weight' and 0 more weights"):
         load(tmp_path, with_head=True)
+
+
+def test_a_base_model_without_its_pooler_is_whole(tokenizer, tmp_path):
+    """Its class builds one, and its configuration does not say that it was saved without."""
+    sizes = {"vocab_size": 5, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    BertModel(BertConfig(**sizes, num_attention_heads=2), add_pooling_layer=False).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert type(load(tmp_path, with_head=True).model) is BertModel
 
 
 def test_the_default_by_name(tmp_path, monkeypatch):

@@ -51,13 +51,16 @@ def test_their_defaults_change_nothing(call: Callable[..., torch.Tensor]):
 
 @pytest.mark.parametrize("scale", [-1.0, 0.0, 0.5])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_any_finite_scale_is_a_factor_on_the_logits(scale: float, is_causal: bool):
+@pytest.mark.parametrize("num_queries", [37, 5])
+def test_any_finite_scale_is_a_factor_on_the_logits(scale: float, is_causal: bool, num_queries: int):
     """torch's own kernel makes NaN of what its causal mask hides, where the scale is not positive."""
     q, k, _ = TOKENS
-    v = torch.cos(k)  # as wide as keys, which torch's fused kernel wants
+    v, length = torch.cos(k), k.shape[2]  # as wide as keys, which torch's fused kernel wants
+    q = q[:, :, length - num_queries :]
     logits = scale * (q @ k.mT)
     if is_causal:
-        logits = logits.masked_fill(~torch.ones(logits.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+        seen = torch.ones(logits.shape[-2:], dtype=torch.bool).tril(length - num_queries)
+        logits = logits.masked_fill(~seen, -torch.inf)
     for call in (linattn.softmax_attention, lambda *tokens, **options: linattn.softmax_partial(*tokens, **options).out):
         out = call(q, k, v, scale=scale, is_causal=is_causal)
         torch.testing.assert_close(out, logits.softmax(-1) @ v)

@@ -201,6 +201,8 @@ def test_a_distance_may_be_hidden() -> None:
     part = (x[:, :, :2] for x in (q, k, v))
     near = relative_bias_attention(*part, build("FavorPlus"), torch.zeros(1, 3), enable_gqa=True)
     torch.testing.assert_close(out[:, :, 0], near[:, :, 0])
+    none = relative_bias_attention(q, k, v, build("FavorPlus"), torch.full_like(band, -torch.inf), enable_gqa=True)
+    assert not none.any()
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -87,6 +87,27 @@ def test_an_interrupted_run_goes_on(run, tmp_path, monkeypatch):
     assert MEMORY.read(tmp_path / "out" / "memory.jsonl")[1][:3] == early
 
 
+def test_an_interrupt_before_anything_is_measured_names_no_other_audit(run, monkeypatch):
+    """Whose figures are in the folder."""
+    assert run("--budget", "40").exit_code == 0
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("linattn_lab.commands.memory_audit.load_language_model", interrupted)
+    result = run("--budget", "80")
+    assert result.exit_code == 130
+    assert "Nothing was measured yet" in result.output
+
+
+def test_a_text_that_is_measured_is_none_to_plan_on(run, model, tmp_path):
+    texts = next(path for path in tmp_path.iterdir() if path.is_file())
+    result = run("--budget", "40", "--plan-out", str(tmp_path / "plan.json"), "--calibration", str(texts))
+    assert result.exit_code == 1
+    assert "--calibration is a text that is measured; give another file, or leave it out" in result.output
+    assert not (tmp_path / "plan.json").exists()
+
+
 def test_a_text_that_is_called_as_a_task_is(model, tmp_path, monkeypatch):
     """Once more, nothing is measured and the file holds what it held."""
     monkeypatch.chdir(tmp_path)

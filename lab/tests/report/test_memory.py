@@ -12,7 +12,7 @@ from linattn_lab.kv_audit.names import BOUNDED, FULL, UNIFORM
 from linattn_lab.kv_audit.records import MEMORY, TaskRow
 from linattn_lab.report import write_report
 from linattn_lab.report.memory.figures import kl_by_bytes
-from linattn_lab.report.memory.summary import summarise_memory
+from linattn_lab.report.memory.summary import best_bits, summarise_memory
 from linattn_lab.report.memory.words import glance, lost, setting_words, table_at
 from memory_rows import MEMORY_HEADER, memory_facts, memory_passage
 from pages import Page
@@ -65,6 +65,18 @@ def test_a_ratio_is_paired_by_passage(summary):
 
 def test_windows_in_few_bits_stand_with_their_best(summary):
     assert [one.method for one in summary.at(600, 64)] == [BOUNDED, "sinks + window in 3.5 bits", "sinks + window"]
+
+
+def test_a_window_in_fewer_bits_stands_beside_it_where_it_solves_more_tasks(tmp_path):
+    kinds = ("full cache", "sinks + window in 4 bits", "sinks + window in 2 bits")
+    scored = [
+        TaskRow("niah_single", 0, 600, kind, kind, 64 * bool(n), [], [s])
+        for n, (kind, s) in enumerate(zip(kinds, (1, 0, 1), strict=True))
+    ]
+    rows = [memory_passage(0, kind, 0.1 * n, budget=64 * bool(n)) for n, kind in enumerate(kinds)]
+    MEMORY.write(tmp_path / "memory.jsonl", MEMORY_HEADER, [*rows, *scored])
+    found = summarise_memory(tmp_path / "memory.jsonl")
+    assert [line.method for line in best_bits(found.at(600, 64))] == list(kinds[1:])
 
 
 def test_a_window_in_fewer_bits_stands_beside_it_where_it_retrieves_more(tmp_path):

@@ -226,7 +226,7 @@ class State(StreamState):
             The partial result over the state's keys, ready for `combine`.
 
         Raises:
-            ValueError: another map or draw, or shapes that do not fit the state.
+            ValueError: another map or draw, or shapes or a dtype that do not fit the state.
         """
         self._check(feature_map, query)
         head_dim = feature_map.head_dim

@@ -61,7 +61,7 @@ _NO_ANSWER = re.compile(r"Timed out waiting|Connection closed by peer|Connection
 
 def error_line(error: Exception, command: str, options: Mapping[str, str]) -> str:
     """One line for the terminal; `options` are by the names of parameters, for errors that begin with one."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = str(error) or type(error).__name__
     name = next((name for name in options if text.startswith((f"{name} ", f"{name}: "))), "")
     rank = int(os.environ.get("RANK") or 0)
     who = f"{command}, process {rank}" if rank else command

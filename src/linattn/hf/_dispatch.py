@@ -163,7 +163,7 @@ def _check_call(names: list[str], places: set[int], part: Any, args: Any, option
             if held != wanted:
                 raise RuntimeError(
                     f"the cache holds states of layers {sorted(held)}, and {type(part).__name__} is linearized in "
-                    f"{sorted(wanted)}; give the model as it is now a cache of its own"
+                    f"{sorted(wanted)}; give it a cache of its own"
                 )
             mask = arguments.get(f"{side}attention_mask")
             if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):

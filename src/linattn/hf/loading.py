@@ -122,10 +122,9 @@ def load(name_or_folder: str | os.PathLike[str] | None = None, *, with_head: boo
         if file is None:
             try:
                 model, tokenizer = _read(where, is_local or where != name, with_head)
-            # Whatever a broken file makes its readers raise.
             except Exception as error:
-                is_own = isinstance(error, OSError | ImportError | MemoryError) or where in str(error)
-                if is_own or not Path(where).is_dir():
+                is_own = isinstance(error, OSError | ImportError | MemoryError | RuntimeError)
+                if is_own or not Path(where).is_dir() or (isinstance(error, ValueError) and where in str(error)):
                     raise
                 cure = "" if isinstance(error, ValueError) else "; give a whole folder, as save_pretrained writes it"
                 words = f"{where} cannot be read as a model ({type(error).__name__}: {error}){cure}"
@@ -168,7 +167,8 @@ def _read(where: str, offline: bool, with_head: bool) -> tuple[PreTrainedModel, 
         model = kind.from_pretrained(where, **options)
     else:
         model, info = kind.from_pretrained(where, **options, output_loading_info=True)
-        if missing := sorted(info["missing_keys"]):
+        # A base model's class may build a pooler that the model was saved without.
+        if missing := sorted(name for name in info["missing_keys"] if "pooler." not in name):
             raise ValueError(
                 f"{where} lacks {missing[0]!r} and {len(missing) - 1} more weights of its {kind.__name__}, which would "
                 "be random; give the folder with all of them"

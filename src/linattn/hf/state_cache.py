@@ -178,7 +178,8 @@ class EncoderDecoderStates(EncoderDecoderCache):
 
     transformers' `EncoderDecoderCache` takes tokens back and chooses rows only in a `DynamicCache`; this one does so in
     linattn's caches too, as assisted generation and prompt lookup need. Whisper's `generate` with
-    return_dict_in_generate takes the keys of its cache apart, of which there are none here: pass it an ordinary cache.
+    return_dict_in_generate, which logprob_threshold sets, takes the keys of its cache apart, of which there are none
+    here: pass it an ordinary cache.
 
     Example:
         >>> from transformers import BartConfig, BartForConditionalGeneration, DynamicCache
@@ -270,7 +271,7 @@ def refuse_text_again(names: list[str], part: Any, args: Any, options: dict[str,
     held = [x.keys.shape[::2] for x in first if type(x) is DynamicLayer and x.get_seq_length() and x.keys is not None]
     if source is not None and held not in ([], [source.shape[:2]]):
         refuse_source(name, source, f"of {tuple(held[0])}")
-    # Of the parts that read it the decoder alone is given what its keys are made of: a model may change it before.
+    # Only the decoder is looked at: the model around it may project the encoder's output first.
     is_read = "encoder_outputs" not in names and not part.training
     if source is not None and is_read and isinstance(caches, EncoderDecoderStates):
         caches.check_source(name, source)

@@ -245,8 +245,11 @@ def load_language_model(name_or_folder: str | os.PathLike[str]) -> LoadedModel:
         model = from_pretrained(source)
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=True)
-        except Exception as error:  # whatever a broken file makes its readers raise
-            raise ValueError(f"the tokenizer in {source} cannot be read ({error}); save it there again") from error
+        except (OSError, ImportError, MemoryError):
+            raise
+        except Exception as error:
+            words = " ".join(str(error).split())
+            raise ValueError(f"the tokenizer in {source} cannot be read ({words}); save it there again") from error
         loaded = LoadedModel(name, str(source), model, tokenizer)
     else:
         loaded = load(name, with_head=True)

@@ -109,8 +109,9 @@ class Part(NamedTuple):
                 "is_causal=True and no key_bias"
             )
         if gates is not None:
-            dtype, live = gates.log_forget.dtype, checked_gates(gates, weights[0], key)
-            gates = Gates(*(x.to(dtype) for x in live if x is not None))  # 0 at masked tokens, whatever they held
+            beside = zip(checked_gates(gates, weights[0], key), gates, strict=True)
+            # 0 at masked tokens, whatever they held.
+            gates = Gates(*(x.to(like.dtype) for x, like in beside if x is not None and like is not None))
         with torch.no_grad():
             statistics = feature_map.call_tensors(query.detach(), key.detach(), key_mask=None, is_causal=False)
         if statistics:

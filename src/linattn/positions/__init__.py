@@ -11,10 +11,10 @@
 
 An encoding is a `Position`: `bind` once gives the map to attend with, calling it gives q and k for attention;
 `token_positions` counts positions across padding and a stream. A `Gate` turns tokens into `Gates`, which
-`gated_attention_with_state` takes, or `gate_bias` turns into `key_bias` and a decay of the state. A map that estimates
-a kernel of q·k is relative in expectation. Letters: B batch, H query heads, Hkv key/value heads, G query heads per
-key/value head, L tokens (Lq, Lk), D head width, Dv value width, P code width, R features, C features of a chunk, Hb
-heads of a bias that share a key/value head, N length of a transform, E model width, M the longest sequence.
+`gated_attention_with_state` takes, or `gate_bias` turns into `key_bias` and a decay of the state. Letters: B batch, H
+query heads, Hkv key/value heads, G query heads per key/value head, L tokens (Lq, Lk), D head width, Dv value width, P
+code width, R features, C features of a chunk, Hb heads of a bias that share a key/value head, N length of a transform,
+E model width, M the longest sequence.
 """
 
 from linattn.positions.encodings import LearnedCodes as LearnedCodes

@@ -86,7 +86,7 @@ def gate_bias(gates: Gates, *, key_mask: Tensor | None = None) -> GateBias:
 
     Raises:
         TypeError: gates are not floating tensors, or the mask is not a bool one.
-        ValueError: gates are not (B or 1, Hkv, L), differ in shape, or do not fit the mask.
+        ValueError: gates are not (B or 1, Hkv, L), differ in shape, do not fit the mask, or are inf or nan.
 
     Example:
         >>> import torch

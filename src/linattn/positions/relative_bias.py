@@ -54,8 +54,8 @@ def relative_bias_attention(
         key: (B, H, Lk, D), or (B, Hkv, Lk, D) with `enable_gqa`.
         value: (B, H, Lk, Dv), or (B, Hkv, Lk, Dv) with `enable_gqa`.
         feature_map: any map whose weights are sums over features of products.
-        bias: b, (1, Hkv or H, n), differentiable: with `is_causal` (·, M), of distances 0 … M - 1; else (·, 2·M - 1),
-            of distances i - j from 1 - M to M - 1; M ≥ Lk. A constant added changes nothing, -inf hides a distance.
+        bias: b, (1, Hkv or H, n), finite, differentiable: with `is_causal` (·, M), of distances 0 … M - 1; else
+            (·, 2·M - 1), of distances i - j from 1 - M to M - 1; M ≥ Lk. A constant added to it changes nothing.
         key_mask: (B, Lk) bool, True = attend. Distances count attended tokens alone, so that padding, inside too, moves
             no token; a query at a masked one stands where the last attended one does.
         is_causal: query i sees keys j ≤ i + Lk - Lq.
@@ -68,7 +68,7 @@ def relative_bias_attention(
     Raises:
         TypeError: as `linear_attention`; `bias` is not a floating tensor.
         ValueError: as `linear_attention`; a map whose queries read one group of features each; more queries than keys;
-            a bias of another shape or for fewer tokens; rounding would take half of the digits of a row.
+            a bias of another shape, for fewer tokens, or with inf or nan; rounding would take half of a row's digits.
 
     Example:
         >>> import math, torch, linattn
@@ -154,8 +154,8 @@ def _checked_bias(bias: Tensor, query: Tensor, key: Tensor, *, is_causal: bool) 
         raise ValueError(
             f"{length} tokens need biases for {needed} distances, got {bias.shape[1]}; train more, or repeat the ends"
         )
-    if has_values(bias) and not bool((bias < math.inf).all() and (bias.amax(-1) > -math.inf).all()):
-        raise ValueError("bias must be numbers below infinity, not all -inf, and some are none; -inf hides a distance")
+    if has_values(bias) and not bool((bias < math.inf).all()):
+        raise ValueError("bias must be numbers below infinity, got inf or nan; give numbers")
     return bias.unsqueeze(1) if bias.shape[0] in (1, kv_heads) else bias.unflatten(0, (kv_heads, -1))
 
 
@@ -189,7 +189,8 @@ class Kernel(NamedTuple):
         earlier = bias[..., :0] if is_causal else bias[..., zero - num_tokens + 1 : zero]
         gap = bias.new_full((*bias.shape[:-1], length - later.shape[-1] - earlier.shape[-1]), -torch.inf)
         used = torch.cat((later, gap, earlier), -1)
-        factors = torch.exp(used - used.detach().amax(-1, keepdim=True))
+        peak = used.detach().amax(-1, keepdim=True)
+        factors = torch.exp(used - torch.where(peak == -torch.inf, 0, peak))
         return cls(torch.fft.rfft(factors), factors.detach().norm(dim=-1), length)
 
 

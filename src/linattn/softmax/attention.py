@@ -113,10 +113,11 @@ def _by_sdpa(
     if has_tangents() or (weights[1] is not None and is_transformed()):
         return softmax_partial(query, key, value, key_bias=bias, is_causal=is_causal, scale=scale, enable_gqa=gqa).out
     attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=scale, enable_gqa=gqa)
-    # By a scale that is not positive torch makes NaN of what its own mask hides.
-    if bias is None and is_causal and lq == lk and (scale is None or scale > 0):
+    # By a scale that is not positive torch's kernels make NaN of what their own masks hide.
+    is_masked = bias is None and is_causal and (scale is None or scale > 0)
+    if is_masked and lq == lk:
         return attend(query, key, value, is_causal=True)
-    if bias is None and is_causal and 0 < lq < lk and not is_traced(*tokens):
+    if is_masked and 0 < lq < lk and not is_traced(*tokens):
         # Imported here: it imports torch's compiler, which does not know it.
         from torch.nn.attention.bias import causal_lower_right
 

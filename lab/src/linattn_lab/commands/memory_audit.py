@@ -57,7 +57,8 @@ class Asked:
 def audit_memory(asked: Asked, others: Mapping[str, object], console: Console, *, is_first: bool = True) -> None:
     """Measure, write memory.jsonl and the page, and print the figures."""
     records = asked.out / "memory.jsonl"
-    left = partial(_what_is_left, records, asked.out) if is_first else str
+    begun: list[object] = []  # the header of the file that is written
+    left = partial(_what_is_left, begun, records, asked.out) if is_first else str
     with ending(console, left), interrupts() as pressed:
         if senseless := [name for name, value in others.items() if value is not None]:
             raise ValueError(f"{', '.join(senseless)} and --budget are of two audits; leave one out")
@@ -72,6 +73,7 @@ def audit_memory(asked: Asked, others: Mapping[str, object], console: Console, *
             if not is_first:
                 deque(rows, maxlen=0)
                 return
+            begun.append(measured.header)
             MEMORY.extend(records, measured.header, earlier, rows)
         summary = summarise_memory(records)
         page = write_report(asked.out)
@@ -95,6 +97,8 @@ def _begun(asked: Asked, watch: Stages) -> tuple[LoadedModel, MemoryAudit]:
         read_memory_plans(asked.plan_out)  # A file of anything else is not written over.
     check(asked.tasks or [FACTS], asked.kinds or (), num_passages=asked.passages, num_samples=asked.samples)
     texts = audit_texts(asked.text, asked.text_kinds or KINDS)
+    if asked.calibration is not None and any(_calibration(asked).content == text.content for text in texts.values()):
+        raise ValueError("--calibration is a text that is measured; give another file, or leave it out")
     watch.begin(f"Loading {asked.model}")
     loaded = load_language_model(asked.model)
     nn.Module.to(loaded.model, DTYPES[asked.dtype or "float32"])
@@ -196,10 +200,11 @@ def _print(console: Console, summary: MemorySummary) -> None:
             console.print(f"[bold]{escape(each.method)}:[/bold] {words.strip()}", highlight=False)
 
 
-def _what_is_left(records: Path, out: Path) -> str:
-    """What an interrupted run has kept; its page is written where there are figures."""
+def _what_is_left(begun: Sequence[object], records: Path, out: Path) -> str:
+    """What an interrupted run has kept; its page is written where there are figures, and they are of this audit."""
     try:
-        summarise_memory(records)
+        if summarise_memory(records).header not in begun:
+            raise ValueError("these are another audit's")
         return f"Figures so far are in {records}; run the same command again to resume. {write_report(out)} has them."
     except (KeyboardInterrupt, OSError, ValueError):
         return f"Nothing was measured yet; {out} is changed by nothing but what was said above."

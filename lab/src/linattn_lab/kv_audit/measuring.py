@@ -204,7 +204,7 @@ class MemoryAudit:
 def _circumstances(loaded: LoadedModel, bounded: Bounded, texts: Mapping[str, Text]) -> dict[str, Any]:
     """What figures depend on beside what is asked for."""
     return {
-        "versions": versions("linattn", "torch", "transformers"),
+        "versions": versions("linattn", "linattn-compiled", "torch", "transformers"),
         "processor": processor(),
         "num_threads": torch.get_num_threads(),
         "model": loaded.name,

@@ -18,7 +18,7 @@ KINDS = (PROSE, CODE, MIXED)
 _MODULES = "argparse tarfile typing inspect _pydecimal zipfile pickle subprocess smtplib ast"
 # Characters of one text in a row, in a mixed one.
 _PIECE = 3000
-# Shares of prose and of code that each text takes, so that no two have a part in common.
+# Places in prose and in code that each text takes, no place twice; topics of prose may hold the words of others.
 _SHARES = {PROSE: (0.0, 0.5), CODE: (0.0, 0.5), MIXED: (0.5, 0.85)}
 _CALIBRATION = (0.85, 1.0)
 

@@ -152,11 +152,12 @@ def summarise_memory(path: Path) -> MemorySummary:
 
 
 def best_bits(lines: Sequence[MemoryLine]) -> list[MemoryLine]:
-    """Lines, the least KL first; of windows in different bits those that no earlier one equals in needles."""
+    """Lines, the least KL first; of windows in different bits those that no earlier one equals in needles and tasks."""
     kept: list[MemoryLine] = []
     for line in lines:
-        earlier = [other for other in kept if is_few_bits(other) and is_few_bits(line)]
-        if not any(all(x.facts.get(depth, 0) >= share for depth, share in line.facts.items()) for x in earlier):
+        earlier = [{**other.facts, **other.tasks} for other in kept if is_few_bits(other) and is_few_bits(line)]
+        scores = {**line.facts, **line.tasks}
+        if not any(all(x.get(name, 0) >= share for name, share in scores.items()) for x in earlier):
             kept.append(line)
     return kept
 
