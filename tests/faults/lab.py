@@ -341,8 +341,8 @@ FAULTS = (
     Fault(
         "choose windows in few bits by needles alone",
         "lab/report/memory/summary.py",
-        "{**other.facts, **other.tasks}",
-        "{**other.facts}",
+        "scores = {**line.facts, **line.tasks}",
+        "scores = {**line.facts}",
         "lab/tests/report/test_memory.py",
     ),
     Fault(
