@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from linattn.feature_maps import FavorPlus, FeatureMap, Hyperbolic, Oprf, Trigonometric
-from linattn.feature_maps.random_features import SoftmaxEstimator, log_0f1, log_series
+from linattn.feature_maps.random_features import SoftmaxEstimator, log_0f1, log_series, squares_of_pairs
 
 
 class Rows(NamedTuple):
@@ -104,10 +104,7 @@ def variance(feature_map: SoftmaxEstimator, q: Tensor, k: Tensor) -> Tensor:
     Source: as `relative_variance`.
     """
     kernel = feature_map.kernel(q, k)
-    x, y = (feature_map.scale**0.5 * one.double() for one in (q, k))
-    norms = x.square().sum(-1).unsqueeze(-1) + y.square().sum(-1).unsqueeze(-2)
-    # Rounding may leave a square a little below 0.
-    squares = ((norms + sign * 2 * (x @ y.mT)).clamp(min=0) for sign in (1, -1))
+    squares = squares_of_pairs(q, k, feature_map.scale)
     return relative_variance(feature_map, *squares) * kernel.square()
 
 

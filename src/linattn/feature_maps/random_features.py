@@ -24,21 +24,12 @@ class SoftmaxEstimator(RandomFeatureMap):
 
     def kernel(self, q: Tensor, k: Tensor) -> Tensor:
         """E φ(q)·φ(k) over draws, in float64: (..., Lq, D), (..., Lk, D) -> (..., Lq, Lk)."""
+        self._check_width(q, k)
         if self.lengths == "fixed":
             # exp(-(|x|² + |y|²)/2)·0F1(;D/2; D|x + y|²/4), |x|² + |y|² being half of both squares.
-            sums, differences = self._squares(q, k)
+            sums, differences = squares_of_pairs(q, k, self.scale)
             return torch.exp(log_0f1(self.head_dim / 2, sums * (self.head_dim / 4)) - (sums + differences) / 4)
-        self._check_width(q, k)
         return torch.exp(self.scale * torch.matmul(q.double(), k.double().mT))
-
-    def _squares(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """|x + y|² and |x - y|² of all pairs, in float64."""
-        self._check_width(q, k)
-        x, y = q.double(), k.double()
-        norms = x.square().sum(-1).unsqueeze(-1) + y.square().sum(-1).unsqueeze(-2)
-        products = 2 * (x @ y.mT)
-        # Rounding may leave a square a little below 0.
-        return ((norms + products) * self.scale).clamp(min=0), ((norms - products) * self.scale).clamp(min=0)
 
 
 class ExponentialEstimator(SoftmaxEstimator):
@@ -301,6 +292,15 @@ class RandomRelu(RandomFeatureMap):
     def _weights(self, projection: Tensor) -> Tensor:
         """W/√R as it multiplies inputs: the rectifier is homogeneous."""
         return super()._weights(projection) / math.sqrt(self.num_rows)
+
+
+def squares_of_pairs(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """scale·|q + k|² and scale·|q - k|² of all pairs, (..., Lq, Lk), in float64."""
+    x, y = q.double(), k.double()
+    norms = x.square().sum(-1).unsqueeze(-1) + y.square().sum(-1).unsqueeze(-2)
+    products = 2 * (x @ y.mT)
+    # Rounding may leave a square a little below 0.
+    return ((norms + products) * scale).clamp(min=0), ((norms - products) * scale).clamp(min=0)
 
 
 def log_0f1(b: float, z: Tensor) -> Tensor:
