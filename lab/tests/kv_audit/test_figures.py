@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -134,5 +135,10 @@ def test_texts_share_no_part():
     assert audit_texts(kinds=(MIXED,)) == {MIXED: texts[MIXED]}
     with pytest.raises(ValueError, match="must be among prose, code, mixed; got poems"):
         audit_texts(kinds=("poems",))
+    # Topics of the language reference hold one another word for word.
+    prose = [line for text in (*texts.values(), calibration_text()) for line in text.content.split("\n\n")]
+    long = Counter(line for line in prose if len(line) > 150 and "\n" not in line)
+    assert len(long) > 500
+    assert max(long.values()) == 1
     last = calibration_text().content
     assert all(last[place : place + 300] not in text.content for text in texts.values() for place in (0, 9000))

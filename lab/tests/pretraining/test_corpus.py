@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from itertools import chain
 from pathlib import Path
 
@@ -76,6 +77,14 @@ def test_pythons_own_sources_are_split_by_file():
     corpus = from_documents(found.items(), context=4096)
     assert corpus.num_documents == len(set(found.values()))
     assert len(corpus.training) > 10 * len(corpus.test)
+
+
+def test_no_topic_holds_another():
+    texts = {name: text.decode() for name, text in python_documents() if name.startswith("topics/")}
+    assert len(texts) > 40
+    paragraphs = {name: {" ".join(x.split()) for x in text.split("\n\n")} for name, text in texts.items()}
+    long = Counter(paragraph for x in paragraphs.values() for paragraph in x if len(paragraph) > 100)
+    assert sum(number > 1 for number in long.values()) <= 3  # A reference to the same PEP.
 
 
 def test_text_files_alone_are_read(tmp_path):

@@ -27,13 +27,13 @@ def read_text(file: str | os.PathLike[str] | None = None) -> str:
 
 
 def _prose() -> str:
-    """Every topic, prose first, without underlines and line breaks inside paragraphs."""
+    """Every topic, prose first, each paragraph once, for topics hold one another; without underlines and line breaks."""
     order = [name for name in _PROSE_FIRST if name in topics]
     order += sorted(set(topics) - set(order))
     text = "\n\n".join(topics[name] for name in order)
     without_rules = re.sub(r"^\s*[*=~\"^-]{3,}\s*$", "", text, flags=re.MULTILINE)
     paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", without_rules))
-    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
+    return "\n\n".join(dict.fromkeys(paragraph for paragraph in paragraphs if paragraph))
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,8 @@ def _by_position(name: str, content: bytes) -> Iterator[tuple[int, bytes]]:
 def python_documents() -> Iterator[Document]:
     """The sources of Python's standard library and the topics of its language reference, as this Python has them.
 
+    A topic whose lines all stand in another one is left out: training and test share no section.
+
     Example:
         >>> names = {name for name, _ in python_documents()}
         >>> "argparse.py" in names, "topics/import" in names
@@ -121,8 +123,15 @@ def python_documents() -> Iterator[Document]:
         name = path.relative_to(root)
         if not _LEFT_OUT.intersection(name.parts[:-1]):
             yield name.as_posix(), path.read_bytes()
+    lines = {topic: _lines(text) for topic, text in topics.items()}
     for topic, text in topics.items():
-        yield f"topics/{topic}", text.encode()
+        if not any(lines[topic] < other for other in lines.values()):
+            yield f"topics/{topic}", text.encode()
+
+
+def _lines(text: str) -> set[str]:
+    """Lines of a text without those that underline a heading, whose level differs where another topic holds it."""
+    return {line for line in map(str.strip, text.splitlines()) if len(set(line)) > 1}
 
 
 def read_documents(paths: Sequence[Path], without: Sequence[Path] = ()) -> tuple[list[Document], Counter[str]]:
