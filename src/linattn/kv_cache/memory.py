@@ -128,7 +128,8 @@ class Tier(NamedTuple):
         if not has_values(moved) or bool(moved.any()):
             # A few new ones may be alike by chance: they count for no more of a tier than they are.
             place = torch.arange(0, number, max(number // _LOOKED, 1), device=bias.device).expand(*bias.shape[:2], -1)
-            fits = fits & ~(moved & _have_moved(every.at(place, bias.gather(-1, place)).decoded(), least))
+            looked = every.at(place, bias.gather(-1, place)).decoded(in_compiled_code=self.in_compiled_code)
+            fits = fits & ~(moved & _have_moved(looked, least))
         return fits
 
     def _rounded(self, exact: Tokens, frames: Frames, size: TierSize) -> tuple[CodedTokens, Tokens | None]:
@@ -150,8 +151,8 @@ def _have_moved(tokens: Tokens, least: int = 1) -> Tensor:
     there = (tokens.bias != -torch.inf).to(tokens.bias.dtype)
     count = there.sum(-1)
     share = (there / count.clamp(min=1).unsqueeze(-1)).unsqueeze(2)
-    pairs = [(x, share @ x) for x in tokens[:2]]
-    far = [mean.square().sum((2, 3)) > (share @ (x - mean).square()).sum((2, 3)) for x, mean in pairs]
+    # E|x - μ|² = E|x|² - |μ|².
+    far = [2 * (share @ x).square().sum((2, 3)) > (share @ x.square()).sum((2, 3)) for x in tokens[:2]]
     return (far[0] | far[1]) & (count >= least)
 
 
