@@ -24,8 +24,12 @@ ROWS = [
     memory_passage(0, "sinks + window", 0.2),
     memory_passage(0, "sinks + window in 2 bits", 0.3),
     memory_passage(0, "sinks + window in 3.5 bits", 0.16),
+    replace(memory_passage(1, FULL, 0.0, budget=0), prefill_seconds=1.0),
+    memory_passage(1, UNIFORM, 0.8, budget=0),
     memory_passage(1, BOUNDED, 0.2),
     memory_passage(1, "sinks + window", 0.4),
+    memory_passage(1, "sinks + window in 2 bits", 0.3),
+    memory_passage(1, "sinks + window in 3.5 bits", 0.16),
     memory_facts(FULL, [1.0, 0.8], 0),
     TaskRow("vt", 0, 600, FULL, FULL, 0, [], [0.4]),
     memory_facts(BOUNDED, [1.0, 0.2]),
@@ -58,9 +62,21 @@ def test_means_and_tails_over_passages(summary):
 
 def test_a_ratio_is_paired_by_passage(summary):
     assert line(summary, "sinks + window").kl_ratio == paired_ratio([0.2, 0.4], [0.1, 0.2])
-    # Of the one passage that both have.
-    assert line(summary, "sinks + window in 2 bits").kl_ratio.mean == pytest.approx(3.0)
+    assert line(summary, "sinks + window in 2 bits").kl_ratio.mean == pytest.approx(math.sqrt(4.5))
     assert line(summary, FULL).kl_ratio is None
+
+
+def test_methods_of_an_interrupted_audit_are_compared_on_the_same_texts(tmp_path):
+    """The second passage, and the second text of a task, which some methods have not read yet, count for none."""
+    second = [TaskRow("facts", 1, 600, FULL, FULL, 0, [0.9, 0.1], [0.0, 0.0])]
+    second += [replace(second[0], method=BOUNDED, label=BOUNDED, budget=64)]
+    MEMORY.write(tmp_path / "memory.jsonl", MEMORY_HEADER, [*ROWS[:9], *ROWS[12:], *second])
+    found = summarise_memory(tmp_path / "memory.jsonl")
+    assert {one.passages for one in found.lines} == {1}
+    assert line(found, BOUNDED).kl == 0.1
+    assert line(found, "sinks + window in 2 bits").kl_ratio.mean == pytest.approx(3.0)
+    assert line(found, FULL).facts == {"90%": 1.0, "10%": 0.8}
+    assert line(found, BOUNDED).facts == {"90%": 1.0, "10%": 0.2}
 
 
 def test_windows_in_few_bits_stand_with_their_best(summary):
@@ -149,7 +165,7 @@ def test_a_task_that_the_full_cache_fails_is_told_and_not_shown(summary):
 
 
 def test_a_task_whose_other_methods_are_still_to_come_is_not_told_as_failed(tmp_path):
-    MEMORY.write(tmp_path / "memory.jsonl", MEMORY_HEADER, ROWS[:10])
+    MEMORY.write(tmp_path / "memory.jsonl", MEMORY_HEADER, ROWS[:14])
     found = summarise_memory(tmp_path / "memory.jsonl")
     assert found.unanswered == {"vt at 600": 0.4}
     assert "facts at 600" not in setting_words(found)

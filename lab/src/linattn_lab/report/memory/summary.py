@@ -11,7 +11,7 @@ from statistics import fmean, median
 
 from linattn_lab.kv_audit.intervals import Ratio, paired_ratio
 from linattn_lab.kv_audit.names import BOUNDED, ENOUGH, FACTS, FULL, NO_BUDGET, UNIFORM, WINDOW
-from linattn_lab.kv_audit.records import MEMORY, MemoryHeader, MemoryRow, PassageRow, TaskRow
+from linattn_lab.kv_audit.records import MEMORY, MemoryHeader, MemoryRow, PassageRow, TaskRow, key_of
 from linattn_lab.report.memory.continuation import Continuation, continuations
 
 _BASELINES = (FULL, UNIFORM)
@@ -135,12 +135,13 @@ class MemorySummary:
 
 
 def summarise_memory(path: Path) -> MemorySummary:
-    """Read memory.jsonl, finished or not, and sum it up.
+    """Read memory.jsonl, finished or not, and sum it up: of an audit under way, what all methods have read.
 
     Raises:
         ValueError: if the file is damaged, or holds no figures yet.
     """
-    header, rows = MEMORY.so_far(path)
+    header, every = MEMORY.so_far(path)
+    rows = _of_all_methods(every)
     passages = [row for row in rows if isinstance(row, PassageRow)]
     if not passages:
         raise ValueError(f"{path} holds no figures yet; run the same command again")
@@ -149,6 +150,16 @@ def summarise_memory(path: Path) -> MemorySummary:
     lines.sort(key=lambda line: (line.num_tokens, line.budget))
     summary = MemorySummary(header, tuple(lines), _unanswered(rows))
     return replace(summary, continuations=continuations(rows, *summary.hardest))
+
+
+def _of_all_methods(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
+    """Rows on those passages, and on those texts of a task, that every method has of which there are any."""
+    places = [(key_of(row), (row.num_tokens, row.task if isinstance(row, TaskRow) else None)) for row in rows]
+    read: dict[tuple[int, str | None], dict[tuple[str, int], set[tuple[str, int]]]] = {}
+    for (_, text, number, _, *method), kind in places:
+        read.setdefault(kind, {}).setdefault((method[0], method[1]), set()).add((text, number))
+    common = {kind: set.intersection(*methods.values()) for kind, methods in read.items()}
+    return [row for row, (key, kind) in zip(rows, places, strict=True) if key[1:3] in common[kind]]
 
 
 def best_bits(lines: Sequence[MemoryLine]) -> list[MemoryLine]:
@@ -207,16 +218,16 @@ def _line(place: tuple[int, int, str], rows: Sequence[MemoryRow]) -> MemoryLine:
 
 
 def _ratio(texts: Sequence[PassageRow], rows: Sequence[MemoryRow]) -> Ratio | None:
-    """KL over the bounded cache's on the passages that both have."""
-    places = {(row.text, row.passage): row.kl for row in texts}
+    """KL over the bounded cache's on the same passages; null where there is none."""
     others = {
         (row.text, row.passage): row.kl
         for row in rows
         if isinstance(row, PassageRow)
         and (row.method, row.num_tokens, row.budget) == (BOUNDED, texts[0].num_tokens, texts[0].budget)
     }
-    both = [place for place in places if place in others]
-    return paired_ratio([places[place] for place in both], [others[place] for place in both])
+    if not others:
+        return None
+    return paired_ratio([row.kl for row in texts], [others[row.text, row.passage] for row in texts])
 
 
 def _unanswered(rows: Sequence[MemoryRow]) -> dict[str, float]:
