@@ -88,7 +88,7 @@ def _exact(audit: MemorySummary, budget: int) -> str:
     if line is None:
         return ""
     config = MergedKV.parse(line.label)
-    least = num_unmerged(config) + 1
+    least = config.num_sinks + sum(number for number, _ in config.coded) + config.blocks.window + 1
     return (
         f" Sinks + window: exact, {least} to {least + config.blocks.size - 1} tokens, since whole blocks are evicted."
     )

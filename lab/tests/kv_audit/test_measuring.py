@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from linattn import merged_attention_with_state
 from linattn.hf import BoundedCache, intercept, new_cache
 from linattn.kv_cache import MergedKV
-from linattn.kv_cache.budget import Sizes, kept_bytes
+from linattn.kv_cache.budget import Sizes, kept_bytes, within_budget
 from linattn_lab.kv_audit import passage_figures, reading
 from linattn_lab.kv_audit.measuring import MemoryAudit
-from linattn_lab.kv_audit.methods import KINDS, Bounded, exact_window, largest, methods
+from linattn_lab.kv_audit.methods import KINDS, Bounded, exact_window, largest, methods, num_unmerged
 from linattn_lab.kv_audit.names import BOUNDED, FACTS, FULL, UNIFORM
 from linattn_lab.kv_audit.passages import TokenText
 from linattn_lab.kv_audit.reading import read
@@ -113,11 +115,49 @@ def test_bytes_and_what_fits_are_the_cache_s_own(tiny, rows, unprofiled):
     assert bounded.num_bytes == sum(layer.kept_bytes(TOKENS) for layer in layers)
     config = layers[0].config
     assert bounded.label == config.label
-    single = config.num_sinks + config.blocks.window + config.num_merged + sum(number for number, _ in config.coded)
-    assert bounded.unmerged == min(single / TOKENS, 1.0)
+    assert bounded.unmerged == min(num_unmerged(config) / TOKENS, 1.0)
     assert bounded.peak_bytes == bounded.num_bytes + unprofiled
     assert bounded.prefill_seconds > 0
     assert bounded.tokens_per_second > 0
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        "sinks 4 + window 74 + 1 in 8 bits",
+        "sinks 2 + window 180 + 1 in 8 bits",
+        "sinks 4 + window 8 + 20 in 4 bits + merged 16 in 4 bits",
+        "sinks 4 + window 33 + 20 in 4 bits",
+        "window 5 + merged 7",
+    ],
+)
+def test_what_fits_is_what_a_stream_keeps_token_by_token(label):
+    config, state, number = MergedKV.parse(label), None, 0
+    for key in torch.randn(300, 1, 1, 1, 8):
+        _, state = merged_attention_with_state(key, key, key, config, state)
+        if (state.keys.tokens().bias != -torch.inf).sum() <= number:
+            break
+        number += 1
+    assert num_unmerged(config) == number
+
+
+@pytest.mark.parametrize("budget", [128, 256, 512, 1024])
+def test_windows_in_few_bits_keep_as_many_tokens_exact_as_the_default(budget):
+    sizes = Sizes(256, 256, num_groups=4)
+    assert {KINDS[kind](budget, sizes).blocks.window for kind in (BOUNDED, "sinks + window in 3.5 bits")} == {
+        within_budget(budget, sizes).blocks.window
+    }
+
+
+def test_the_time_of_a_prompt_is_without_the_output_layer(tiny):
+    """Whose predictions are measured at many tokens, where a prompt needs one."""
+    model = tiny("llama").model
+    handle = model.get_output_embeddings().register_forward_hook(lambda *_: time.sleep(1.0))
+    try:
+        found = read(model, torch.arange(12).unsqueeze(0), new_cache(model), last=8, chunk=8)
+    finally:
+        handle.remove()
+    assert found.seconds < 1.0
 
 
 def test_a_token_takes_a_step(tiny, words, monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ from linattn_lab.rounds import Unit, in_rounds
 from linattn_lab.texts import Text
 
 _FEWEST, _LENGTH = 64, 4096
-# Tokens of the text from which the time of an audit is told.
-_TRIED = 128
+# Tokens of the text from which the time of an audit is estimated.
+_TRIED = 1024
 
 
 class MemoryAudit:
@@ -107,10 +108,13 @@ class MemoryAudit:
 
     def work(self, key: Key) -> float:
         """Seconds that a figure takes on this machine, estimated from a short text."""
-        kind, name, _, num_tokens, _, _ = key
-        per_token, per_step = self._seconds
-        writes = NUM_WRITTEN if kind is PassageRow else 0 if name == FACTS else 64
-        return (num_tokens + self.header.chunk) * per_token + writes * per_step
+        kind, name, _, num_tokens, method, _ = key
+        per_token, per_step, predictions = self._seconds
+        if kind is TaskRow:
+            return (num_tokens + self.header.chunk) * per_token + (0 if name == FACTS else 64) * per_step
+        # The full cache is read twice, once as a control.
+        several = 2 if method == FULL else 1
+        return several * (num_tokens * per_token + predictions + NUM_WRITTEN * per_step) + self.header.chunk * per_token
 
     def rows(self, earlier: Sequence[MemoryRow] = (), watch: Watch = SILENT) -> Iterator[MemoryRow]:
         """Measure passage by passage, then task by task, the full cache first.
@@ -126,16 +130,19 @@ class MemoryAudit:
         yield from in_rounds(self._units(set(map(key_of, earlier)), scores, watch), watch)
 
     @cached_property
-    def _seconds(self) -> tuple[float, float]:
-        """Seconds of a token of a prompt, and of a step."""
+    def _seconds(self) -> tuple[float, float, float]:
+        """Seconds of a token of a prompt and of a step in the last method's cache, and of the predictions measured."""
         kind, _, length, start = self._places[0]
         tokens, model = self._texts[kind].passage(start, min(length, _TRIED)), self._loaded.model
-        memory = self.methods[0].cache(model)
-        read(model, tokens, memory, last=1, chunk=self.header.chunk)
-        reading = read(model, tokens, memory, last=1, chunk=self.header.chunk)
+        (first, second), memory = tokens.chunk(2, 1), self.methods[-1].cache(model)
+        read(model, first, memory, last=1, chunk=self.header.chunk)
+        begin = perf_counter()
+        reading = read(model, second, memory, last=MOST_MEASURED, chunk=self.header.chunk)
+        predictions = perf_counter() - begin - reading.seconds
         if reading.logs.isnan().any():
             raise ValueError(f"{self._loaded.name} predicts NaN; give another model, or another --dtype")
-        return reading.seconds / tokens.shape[1], write(model, reading.logs[-1], memory, 5).seconds / 4
+        per_step = write(model, reading.logs[-1], memory, 5).seconds / 4
+        return reading.seconds / second.shape[1], per_step, predictions
 
     def _units(self, done: set[Key], scores: dict[Key, float], watch: Watch) -> Iterator[Unit[MemoryRow]]:
         """Every row that is not done; passages one at a time, since times are taken."""

@@ -28,8 +28,8 @@ from linattn.kv_cache.config import BITS
 from linattn_lab.kv_audit.names import BOUNDED, FULL, NO_BUDGET, UNIFORM, WINDOW
 
 _ANY_LENGTH = 2**62
-# Exact tokens before those in few bits, beside a block of as many: at most, and as a part of the budget.
-_MOST_LATEST, _PART = 32, 16
+# Of a small budget, the part that is exact before tokens in few bits, beside a block of as many.
+_PART = 16
 
 Maker = Callable[[int, Sizes], MergedKV]
 """Makes the largest configuration of a kind in the bytes of a number of exact keys of a layer's sizes."""
@@ -46,12 +46,12 @@ def exact_window(budget: int, sizes: Sizes) -> MergedKV:
 
 def coded_window(budget: int, sizes: Sizes, bits: float) -> MergedKV:
     """Sinks, the latest tokens exact, and the most before them in few bits."""
-    return largest(lambda size: MergedKV(_latest(budget), num_merged=0, coded=((size, bits),)), budget, sizes)
+    return largest(lambda size: MergedKV(_latest(budget, sizes), num_merged=0, coded=((size, bits),)), budget, sizes)
 
 
 def merged_keys(budget: int, sizes: Sizes) -> MergedKV:
     """Sinks, the latest tokens exact, and the most merged keys in 4 bits; no tiers."""
-    return largest(lambda size: MergedKV(_latest(budget), size, bits=4), budget, sizes)
+    return largest(lambda size: MergedKV(_latest(budget, sizes), size, bits=4), budget, sizes)
 
 
 WINDOWS_IN_BITS: dict[str, Maker] = {f"{WINDOW} in {bits:g} bits": partial(coded_window, bits=bits) for bits in BITS}
@@ -179,20 +179,23 @@ def largest_size(fits: Callable[[int], bool]) -> int:
     return bisect_right(range(1, most), False, key=lambda size: not fits(size))
 
 
-def _latest(budget: int) -> int:
-    """Exact tokens before those in few bits."""
-    return max(min(_MOST_LATEST, budget // _PART), 1)
+def _latest(budget: int, sizes: Sizes) -> int:
+    """Exact tokens before those in few bits: the bounded cache's, or of budgets too small for it a sixteenth."""
+    try:
+        return within_budget(budget, sizes).blocks.window
+    except ValueError:
+        return max(budget // _PART, 1)
 
 
 def num_unmerged(config: MergedKV) -> int:
-    """Tokens of a text that a cache holds one by one, before any are merged or evicted.
+    """Tokens of a text that a cache holds one by one, the block under way included, before any are merged or evicted.
 
     Example:
-        >>> num_unmerged(MergedKV(64, 512, coded=((800, 4),)))  # and four sinks
-        1380
+        >>> num_unmerged(MergedKV(64, 512, coded=((800, 4),)))  # 4 sinks too; 1,316 leave the window block by block
+        1408
     """
-    coded = sum(number for number, _ in config.coded)
-    return config.num_sinks + config.blocks.window + coded + config.num_merged
+    before = config.num_sinks + sum(number for number, _ in config.coded) + config.num_merged
+    return config.blocks.window + (before // config.blocks.size + 1) * config.blocks.size
 
 
 def kept(cache: Cache, num_tokens: int, full: Sequence[BoundedLayerReport]) -> tuple[int, float]:

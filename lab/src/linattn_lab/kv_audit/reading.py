@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from linattn.hf import Cache, PreTrainedModel
 
@@ -15,7 +17,7 @@ class Reading(NamedTuple):
     """What a model predicts after the last tokens of a text."""
 
     logs: Tensor  # (n, V), logarithms of the next token's probabilities, at least float32
-    seconds: float  # of reading the text
+    seconds: float  # of reading the text, without the output layer, which a prompt needs at its last token alone
 
 
 class Writing(NamedTuple):
@@ -27,16 +29,18 @@ class Writing(NamedTuple):
 
 def read(model: PreTrainedModel, tokens: Tensor, cache: Cache, *, last: int, chunk: int) -> Reading:
     """Read a text chunk by chunk, as a long prompt is: the cache is bounded within the prefill already."""
-    length, parts, begin = tokens.shape[1], [], time.perf_counter()
-    for start in range(0, length, chunk):
-        stop = min(start + chunk, length)
-        count = stop - max(start, length - last)
-        logits = _logits(model, tokens[:, start:stop], cache, max(count, 1))
-        if count > 0:
-            parts.append(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+    length, parts, seconds = tokens.shape[1], [], 0.0
+    with _timed(model.get_output_embeddings()) as outputs:
+        for start in range(0, length, chunk):
+            stop, begin = min(start + chunk, length), time.perf_counter()
+            count = stop - max(start, length - last)
+            logits = _logits(model, tokens[:, start:stop], cache, max(count, 1))
+            seconds += time.perf_counter() - begin
+            if count > 0:
+                parts.append(logits.to(torch.promote_types(logits.dtype, torch.float32)))
     logs = torch.cat(parts)
     # In place: two copies of so many numbers would not fit beside a model everywhere.
-    return Reading(logs.sub_(logs.logsumexp(-1, keepdim=True)), time.perf_counter() - begin)
+    return Reading(logs.sub_(logs.logsumexp(-1, keepdim=True)), seconds - sum(outputs))
 
 
 def write(model: PreTrainedModel, first: Tensor, cache: Cache, count: int) -> Writing:
@@ -52,6 +56,24 @@ def same_beginning(first: Tensor, second: Tensor) -> int:
     """How many tokens two texts have in common before they part."""
     most = min(len(first), len(second))
     return int((first[:most] == second[:most]).long().cumprod(0).sum())
+
+
+@contextmanager
+def _timed(module: nn.Module | None) -> Iterator[list[float]]:
+    """The seconds of each call of a module; none where a model has no such module."""
+    begins, seconds = list[float](), list[float]()
+    if module is None:
+        yield seconds
+        return
+    hooks = (
+        module.register_forward_pre_hook(lambda *_: begins.append(time.perf_counter())),
+        module.register_forward_hook(lambda *_: seconds.append(time.perf_counter() - begins[-1])),
+    )
+    try:
+        yield seconds
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _logits(model: PreTrainedModel, tokens: Tensor, cache: Cache, count: int) -> Tensor:
