@@ -41,9 +41,12 @@ _REMEDY = "take it again with docs/write_tables.py --take-memory"
 
 
 def take_memory(reports: Sequence[Path], file: Path) -> None:
-    """Keep the figures of audits."""
-    audits = [to_json(summarise_memory(report / "memory.jsonl")) for report in reports]
-    write_json(file, {"kind": _KIND, "version": _VERSION, "audits": audits})
+    """Keep the figures of audits that are finished."""
+    audits = [summarise_memory(report / "memory.jsonl") for report in reports]
+    for report, audit in zip(reports, audits, strict=True):
+        if audit.num_passages[0] < audit.num_passages[1]:
+            raise SystemExit(f"the audit in {report} is unfinished; run its command again")
+    write_json(file, {"kind": _KIND, "version": _VERSION, "audits": [to_json(audit) for audit in audits]})
 
 
 def audits_of(file: Path) -> list[MemorySummary]:
@@ -65,10 +68,11 @@ def readme_table() -> str:
         f"{', '.join(header.texts)}, budget {budget:,} tokens per layer and key/value head, {threads}, by "
         f"`linattn audit {header.model} --budget {budget} --method …`. {ARROWS} "
         f"KV cache: the {len(header.layers)} layers that are bounded; the {header.num_exact} others hold as much in "
-        "every row. Fit unmerged: share of the tokens read before the first merge or eviction; after it the default "
+        "every row, and take as long: where every layer is bounded, times differ more. Fit unmerged: share of the "
+        "tokens read before the first merge or eviction; after it the default "
         "keeps half as many unmerged. "
         f"KL: KL divergence of the last {header.num_measured} predictions from the full cache's, in nats; mean and "
-        "median of a passage, averaged over passages. A few predictions make up most of each mean. "
+        "median of a passage, averaged over passages. A few predictions make up most of the bounded cache's mean. "
         f"Needles: share of the digits predicted of {counted(header.num_facts, 'number')}, stated once, at each of "
         f"{', '.join(full.facts)} of {'one text' if header.num_samples == 1 else f'{header.num_samples} texts'}. "
         f"÷ full: divided by the full cache's.{_exact(audit, budget)}{_few_bits(header.kinds)}"

@@ -81,7 +81,7 @@ def audited(tmp_path):
         memory_facts(FULL, [1.0, 0.8], 0),
         memory_facts(BOUNDED, [0.9, 0.1]),
     ]
-    MEMORY.write(tmp_path / "memory.jsonl", MEMORY_HEADER, rows)
+    MEMORY.write(tmp_path / "memory.jsonl", replace(MEMORY_HEADER, num_passages=1), rows)
     return tmp_path
 
 
@@ -93,7 +93,7 @@ def test_the_readme_shows_quality_and_speed_of_a_method_in_one_row(writer, audit
     memory_tables.take_memory([audited], file)
     monkeypatch.setattr(memory_tables, "MEMORY", file)
     words, _, head, _, *rows = memory_tables.readme_table().splitlines()
-    assert "2 passages of 600 tokens of each of prose" in words
+    assert "one passage of 600 tokens of each of prose" in words
     assert "budget 64 tokens per layer" in words
     assert "share of the digits predicted of 1 number, stated once, at each of 90%, 10% of one text." in words
     assert "Sinks + window: exact, 402 to 500 tokens, since whole blocks are evicted." in words
@@ -124,6 +124,16 @@ def test_figures_that_are_kept_are_those_of_the_report(writer, audited):
     file.write_text(file.read_text().replace('"unmerged"', '"merged"'))
     with pytest.raises(ValueError, match="--take-memory"):
         memory_tables.audits_of(file)
+
+
+def test_an_unfinished_audit_is_not_taken(audited):
+    import memory_tables
+
+    header, rows = MEMORY.read(audited / "memory.jsonl")
+    MEMORY.write(audited / "memory.jsonl", replace(header, num_passages=2), rows)
+    with pytest.raises(SystemExit, match="is unfinished; run its command again"):
+        memory_tables.take_memory([audited], audited / "memory.json")
+    assert not (audited / "memory.json").exists()
 
 
 def test_a_place_without_a_table_and_a_table_without_a_place(writer, monkeypatch, tmp_path):

@@ -120,6 +120,19 @@ def test_a_model_takes_the_place_of_an_empty_folder_that_nothing_is_renamed_to(t
     assert (out / "model").read_text() == "new"
 
 
+def test_a_kill_at_the_end_leaves_no_checkpoints_without_their_settings(tmp_path, monkeypatch):
+    """They would be taken for those of any other work."""
+    work, removed = tmp_path / "out.unfinished", []
+    (work / "checkpoints").mkdir(parents=True)
+    (work / "logs").mkdir()
+    for name in ("a.json", "z.json"):
+        (work / name).write_text("{}")
+    monkeypatch.setattr("linattn.cli.new_folder.remove", lambda path: removed.append(path.name))
+    finish(work, tmp_path / "out", written)
+    assert sorted(removed[:2]) == ["checkpoints", "logs"]
+    assert sorted(removed[2:]) == ["a.json", "z.json"]
+
+
 def test_a_link_to_a_model_that_is_continued(tmp_path):
     out, work, place = tmp_path / "out", tmp_path / "out.unfinished", tmp_path / "place"
     work.mkdir()

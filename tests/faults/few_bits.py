@@ -79,7 +79,7 @@ FAULTS = (
     Fault(
         "take frames anew for a few tokens that are alike",
         TIER,
-        "moved & _have_moved(every.at(place, bias.gather(-1, place)).decoded(), least)",
+        "moved & _have_moved(looked, least)",
         "moved",
         MOVING,
     ),
@@ -225,5 +225,26 @@ FAULTS = (
         '_check_tier(f"coded[{place}]"',
         'continue\n        _check_tier(f"coded[{place}]"',
         TIERS,
+    ),
+    Fault(
+        "sample queries of a stream that are no numbers",
+        "kv_cache/query_sample.py",
+        "..., token] & _are_numbers(rows)",
+        "..., token]",
+        MOVING,
+    ),
+    Fault(
+        "sample queries in full view that are no numbers",
+        "kv_cache/query_sample.py",
+        "    there = there & _are_numbers(rows)\n",
+        "",
+        MOVING,
+    ),
+    Fault(
+        "sample queries whose squares are no numbers",
+        "kv_cache/query_sample.py",
+        "(rows.abs() <= FARTHEST).all(-1)",
+        "rows.isfinite().all(-1)",
+        MOVING,
     ),
 )

@@ -294,4 +294,11 @@ FAULTS = (
         "if False:",
         "tests/positions/test_gates.py",
     ),
+    Fault(
+        "build rates on a device that may hold none",
+        "positions/gates.py",
+        'torch.float64, device="cpu")',
+        "torch.float64)",
+        FIXED,
+    ),
 )

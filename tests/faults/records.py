@@ -118,4 +118,11 @@ FAULTS = (
         "            raise\n",
         "tests/records/test_locks.py",
     ),
+    Fault(
+        "let passages share paragraphs",
+        "records/texts.py",
+        "dict.fromkeys(paragraph for paragraph in paragraphs if paragraph)",
+        "[paragraph for paragraph in paragraphs if paragraph]",
+        "lab/tests/kv_audit/test_figures.py",
+    ),
 )

@@ -327,4 +327,11 @@ FAULTS = (
         "None",
         "tests/laws/test_large_factors.py",
     ),
+    Fault(
+        "take a factor to the default device",
+        STATE,
+        "self._decayed(rest.to(self.m.dtype), apart)",
+        "self._decayed(torch.as_tensor(rest).to(self.m.dtype), apart)",
+        "tests/laws/test_devices.py",
+    ),
 )

@@ -292,4 +292,32 @@ FAULTS = (
         "if self._processes.rank < 0:",
         "tests/training/test_shared_checkpoints.py",
     ),
+    Fault(
+        "take an error of reading for damage",
+        "training/checkpoints.py",
+        "except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError)",
+        "except (OSError, ValueError)",
+        "tests/training/test_checkpoints.py",
+    ),
+    Fault(
+        "remove settings before checkpoints",
+        "cli/new_folder.py",
+        "sorted(work.iterdir(), key=Path.is_file)",
+        "sorted(work.iterdir())",
+        "tests/cli/test_convert_alone.py",
+    ),
+    Fault(
+        "read where a link to itself leads",
+        "lab/pretraining/corpus.py",
+        "elif not file.is_file():",
+        "elif without and not file.resolve().is_file():",
+        "lab/tests/pretraining/test_corpus.py",
+    ),
+    Fault(
+        "train on topics within others",
+        "lab/pretraining/corpus.py",
+        "if not any(lines[topic] < other for other in lines.values()):",
+        "if True:",
+        "lab/tests/pretraining/test_corpus.py",
+    ),
 )

@@ -183,6 +183,30 @@ def test_a_value_that_is_no_number_leaves_the_others() -> None:
     torch.testing.assert_close(out[:, :, 300:], wanted[:, :, 300:], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan, 3e38])
+@pytest.mark.parametrize("backend", ["torch", "compiled"])
+@pytest.mark.parametrize("config", [MergedKV(8, 16, num_sinks=0, bits=None), MergedKV(8, 16), MergedKV(8, 16, bits=8)])
+def test_a_query_that_is_no_number_spoils_its_own_row_alone(config: MergedKV, backend: str, bad: float) -> None:
+    """It is no part of the sample by which keys are merged."""
+    query, key, value = (x[:, :, :350].float() for x in qkv(**SIZES))
+    query = query.clone()
+    # A block of eight tokens gives all of its own to the sample.
+    query[:, :, 160, 3] = bad
+    out, state = streamed((query, key, value), config, [200], backend)
+    assert torch.cat((out[:, :, :160], out[:, :, 161:]), 2).isfinite().all()
+    assert all(x.isfinite().all() for x in state.tokens()[:2])
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("backend", ["torch", "compiled"])
+def test_in_full_view_too(window: int | None, backend: str) -> None:
+    query, key, value = (x[:, :, :120].float() for x in qkv(**SIZES))
+    query = query.clone()
+    query[:, :, 60] = torch.nan
+    out = linattn.merged_attention(query, key, value, MergedKV(window, 16), enable_gqa=True, backend=backend)
+    assert torch.cat((out[:, :, :60], out[:, :, 61:]), 2).isfinite().all()
+
+
 def test_a_tier_that_begins_with_what_is_no_number_recovers() -> None:
     """Frames are of its other tokens, and are taken anew where the largest codes in place of it have left."""
     query, key, value = (x[:, :, :300].clone() for x in qkv(**SIZES))

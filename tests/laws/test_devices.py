@@ -173,3 +173,13 @@ def test_layers(kind: str) -> None:
         return layer(x), first, layer.forward_with_state(x[:, :1], first.state)
 
     stays_there(attend, [layers.tokens(2, 9)], layer)
+
+
+def test_a_state_that_has_faded_goes_on_beside_another_default_device() -> None:
+    q, k, v = qkv(num_queries=8, num_keys=8, head_dim=4, value_dim=4)
+    feature_map = build("FavorPlus", head_dim=4)
+    before = linattn.linear_attention_with_state(q, k, v, feature_map, enable_gqa=True).state.decay(-100.0)
+    wanted = linattn.linear_attention_with_state(q, k, v, feature_map, before, enable_gqa=True).out
+    with torch.device("meta"):
+        out = linattn.linear_attention_with_state(q, k, v, feature_map, before, enable_gqa=True).out
+    assert torch.equal(out, wanted)

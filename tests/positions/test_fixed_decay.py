@@ -74,8 +74,7 @@ def test_rates_stay_as_they_are_where_a_model_is_cast(dtype: torch.dtype) -> Non
 
 
 def test_a_decay_without_values_is_named() -> None:
-    with torch.device("meta"):
-        assert "meta" in repr(FixedDecay.alibi(2))
+    assert "meta" in repr(FixedDecay.alibi(2).to("meta"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -90,3 +89,10 @@ def test_rates_of_a_cast_checkpoint_are_refused(dtype: torch.dtype) -> None:
 
 def test_rates_may_be_a_tensor() -> None:
     assert torch.equal(FixedDecay(torch.tensor([0.5, 0.25])).rates, FixedDecay([0.5, 0.25]).rates)
+
+
+def test_fixed_rates_are_constants_wherever_a_layer_is_built() -> None:
+    with torch.device("meta"):
+        gate = FixedDecay([0.25, 0.0625])
+    gate = gate.to_empty(device="cpu")
+    assert gate(torch.zeros(1, 3, 4)).log_forget[0, :, 0].tolist() == [-0.25, -0.0625]

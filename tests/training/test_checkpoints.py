@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 from pathlib import Path
@@ -137,6 +138,21 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(twice, logged, name, h
     assert f"the transfer goes on from the checkpoint before, {place / 'step-00000001'}" in record.getMessage()
     # The step that is to come again finds its place free.
     assert kept(place) == ["step-00000001"]
+
+
+def test_a_checkpoint_that_is_not_read_this_time_is_kept(twice, monkeypatch):
+    """A disk or network that fails for a moment says nothing of its bytes."""
+    folder, place = twice
+
+    def fails(_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("linattn.training.checkpoints._digest", fails)
+    with pytest.raises(
+        OSError, match=r"step-00000002 was not read \(.*\); try again, or remove it to use the one before"
+    ):
+        folder.last("transfer")
+    assert kept(place) == ["step-00000001", "step-00000002"]
 
 
 def test_damaged_checkpoints_alone_are_an_error_that_names_the_cure(twice):

@@ -68,7 +68,8 @@ INSIDE void sample(Head *h, const Stream *a, const float *query, const float *bi
         if (token < 0 || token >= count) continue;
         const float *from = query + (head * a->num_queries + token) * D;
         float *to = h->sample + h->sampled * D;
-        const int there = !bias || bias[token] != -INFINITY;
+        int there = !bias || bias[token] != -INFINITY;
+        for (int64_t d = 0; d < D; d++) there &= fabsf(from[d] * h->scale) <= FARTHEST;
         for (int64_t d = 0; d < D; d++) to[d] = there ? from[d] * h->scale : 0.0f;
         h->there[h->sampled++] = (uint8_t)there;
     }

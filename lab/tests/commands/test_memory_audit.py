@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -85,6 +86,34 @@ def test_an_interrupted_run_goes_on(run, tmp_path, monkeypatch):
     assert again.exit_code == 0, again.output
     assert "3 of 6 figures were measured before and are kept" in again.output
     assert MEMORY.read(tmp_path / "out" / "memory.jsonl")[1][:3] == early
+
+
+def test_measuring_again_is_resumed_without_what_it_put_aside(run, tmp_path, monkeypatch):
+    assert run("--budget", "40,80").exit_code == 0
+    file, whole = tmp_path / "out" / "memory.jsonl", MemoryAudit.rows
+
+    def cut(self, earlier, watch):
+        yield from itertools.islice(whole(self, earlier, watch), 2)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryAudit, "rows", cut)
+        first = run("--budget", "40,80", "--again")
+    assert first.exit_code == 130
+    assert "run the same command again without --again to resume" in first.output
+    early = MEMORY.so_far(file)[1]
+    assert len(early) == 2
+    again = run("--budget", "40,80")
+    assert "2 of 6 figures were measured before and are kept" in again.output
+    assert MEMORY.read(file)[1][:2] == early
+
+
+def test_a_damaged_file_is_kept_aside_and_called_so(run, tmp_path):
+    assert run("--budget", "40").exit_code == 0
+    file = tmp_path / "out" / "memory.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    file.write_text("".join([lines[0], "\0" + lines[1], *lines[2:]]), encoding="utf-8")
+    assert "it is damaged" in run("--budget", "40").output
 
 
 def test_an_interrupt_before_anything_is_measured_names_no_other_audit(run, monkeypatch):

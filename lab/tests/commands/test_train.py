@@ -122,7 +122,7 @@ def test_refusals(texts, tmp_path, trained):
         (["--context", "100000"], "give more text, or a shorter context"),
         (["--text", tmp_path / "nowhere"], "there is no file or folder"),
         (["--pattern", "x"], 'pattern must be letters "l" (linear) and "s" (softmax), got'),
-        (["--minutes", "-1"], "--minutes must be a positive number"),
+        (["--minutes", "-1"], "--minutes must be a finite number > 0"),
         (["--resume"], "holds no checkpoint to continue from; train into a new folder"),
     ):
         result = run("train", out, "--text", texts, *SMALL, *words)

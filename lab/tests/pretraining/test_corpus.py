@@ -79,6 +79,14 @@ def test_pythons_own_sources_are_split_by_file():
     assert len(corpus.training) > 10 * len(corpus.test)
 
 
+def test_a_link_to_itself_is_left_out(tmp_path):
+    (tmp_path / "one.txt").write_bytes(b"1")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    documents, left_out = read_documents([tmp_path], without=(tmp_path / "out",))
+    assert [content for _, content in documents] == [b"1"]
+    assert left_out == {"a link to a folder, or no file": 1}
+
+
 def test_no_topic_holds_another():
     texts = {name: text.decode() for name, text in python_documents() if name.startswith("topics/")}
     assert len(texts) > 40

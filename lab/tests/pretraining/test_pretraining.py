@@ -160,6 +160,11 @@ def test_what_fits_no_training_is_refused(build, corpus):
         pretrain(build(vocab_size=300), corpus, CONFIG)
     with pytest.raises(ValueError, match=r"weights in torch.bfloat16, wanted torch.float32; call model.float\(\)"):
         pretrain(build().bfloat16(), corpus, CONFIG)
-    for name in ("context", "batch_size", "minutes", "steps", "learning_rate", "redraw_every"):
-        with pytest.raises(ValueError, match=f"{name} must be a positive number, got 0"):
-            TrainConfig(**{name: 0})
+    for name in ("minutes", "learning_rate"):
+        for number in (0, -1, float("nan"), "4", None):
+            with pytest.raises(ValueError, match=f"{name} must be a finite number > 0, got {number!r}"):
+                TrainConfig(**{name: number})
+    for name in ("context", "batch_size", "steps", "redraw_every"):
+        for number in (0, 2.5, "4"):
+            with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got {number!r}"):
+                TrainConfig(**{name: number})

@@ -68,7 +68,7 @@ def test_a_ratio_is_paired_by_passage(summary):
 
 def test_methods_of_an_interrupted_audit_are_compared_on_the_same_texts(tmp_path):
     """The second passage, and the second text of a task, which some methods have not read yet, count for none."""
-    second = [TaskRow("facts", 1, 600, FULL, FULL, 0, [0.9, 0.1], [0.0, 0.0])]
+    second = [TaskRow("facts", 1, 600, FULL, FULL, 0, [0.9, 0.1], [1.0, 1.0])]
     second += [replace(second[0], method=BOUNDED, label=BOUNDED, budget=64)]
     MEMORY.write(tmp_path / "memory.jsonl", MEMORY_HEADER, [*ROWS[:9], *ROWS[12:], *second])
     found = summarise_memory(tmp_path / "memory.jsonl")
@@ -77,6 +77,22 @@ def test_methods_of_an_interrupted_audit_are_compared_on_the_same_texts(tmp_path
     assert line(found, "sinks + window in 2 bits").kl_ratio.mean == pytest.approx(3.0)
     assert line(found, FULL).facts == {"90%": 1.0, "10%": 0.8}
     assert line(found, BOUNDED).facts == {"90%": 1.0, "10%": 0.2}
+
+
+def test_an_unfinished_audit_says_how_many_passages_its_figures_are_of(tmp_path, summary):
+    assert "Unfinished" not in setting_words(summary)
+    MEMORY.write(tmp_path / "memory.jsonl", MEMORY_HEADER, ROWS[:9])
+    found = summarise_memory(tmp_path / "memory.jsonl")
+    assert "Unfinished: the figures are of 1 of 2 passages." in setting_words(found)
+
+
+def test_more_samples_may_show_that_the_full_cache_fails_a_task(tmp_path):
+    """Methods have the first sample alone then, of an audit before: they are scored no more."""
+    facts = [memory_facts(FULL, [1.0, 1.0], 0), replace(memory_facts(FULL, [0.6, 0.6], 0), sample=1)]
+    MEMORY.write(tmp_path / "memory.jsonl", MEMORY_HEADER, [*ROWS[:12], *facts, memory_facts(BOUNDED, [1.0, 1.0])])
+    found = summarise_memory(tmp_path / "memory.jsonl")
+    assert found.unanswered == {"facts at 600": pytest.approx(0.8)}
+    assert line(found, BOUNDED).facts == {}
 
 
 def test_windows_in_few_bits_stand_with_their_best(summary):

@@ -279,8 +279,9 @@ class State(StreamState):
         """Move all but so much, (B, H), of the factor into exponents."""
         if self.apart is None and apart is None:
             return self
-        rest = (0 if self.apart is None else self.apart) - (0 if apart is None else apart)
-        return self._decayed(torch.as_tensor(rest).to(self.m.dtype), apart)
+        before = self.m.new_zeros(()) if self.apart is None else self.apart
+        rest = before if apart is None else before - apart
+        return self._decayed(rest.to(self.m.dtype), apart)
 
     def _decayed(self, log_factor: Tensor, apart: Tensor | None) -> State:
         """All weights times exp(log_factor), by the exponents; what is apart is given."""

@@ -79,7 +79,8 @@ def finish(work: Path, out: Path, write: Callable[[Path], None], *, is_continued
         with suppress(OSError):
             out.rmdir()  # empty: Windows renames to no folder that exists
         draft.rename(out)
-    for path in work.iterdir():
+    # Folders first: a kill leaves no checkpoints without the settings they belong to.
+    for path in sorted(work.iterdir(), key=Path.is_file):
         # The lock goes with the process that holds it.
         if path.name != LOCK:
             remove(path)

@@ -14,7 +14,7 @@ from torch import Tensor
 # Masses below exp(-60) of the largest count as that: their distances still say which of them go together.
 _FAINTEST = -60.0
 # In place of coordinates that are no finite numbers, so that an infinite key is merged last.
-_FARTHEST = 1e15
+FARTHEST = 1e15
 # Variance in the square of a mean that rounding makes of rows all alike.
 ALIKE = 2.0**-36
 # Distances between all keys of some heads, and those of them that are held at once, in a processor's cache.
@@ -59,7 +59,7 @@ def seeds(log_mass: Tensor, num_heaviest: int, num_seeds: int) -> tuple[Tensor, 
 
 def finite(point: Tensor) -> Tensor:
     """Coordinates that are finite and whose squares are."""
-    return point.clamp(-_FARTHEST, _FARTHEST).nan_to_num_(_FARTHEST)
+    return point.clamp(-FARTHEST, FARTHEST).nan_to_num_(FARTHEST)
 
 
 def relative(logs: Tensor) -> Tensor:

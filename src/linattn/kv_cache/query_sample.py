@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.kv_cache.partitioning import ALIKE
+from linattn.kv_cache.partitioning import ALIKE, FARTHEST
 from linattn.softmax.attention import Scoring
 from linattn.softmax.extensions import is_readable
 from linattn.softmax.tokens import Tokens, picked
@@ -39,7 +39,7 @@ class SampleAttention(NamedTuple):
 class QuerySample(NamedTuple):
     """Queries times the scale, per key/value head."""
 
-    query: Tensor  # (B, H, S, D), at least float32; 0 for those of masked tokens
+    query: Tensor  # (B, H, S, D), at least float32; 0 for those of masked tokens, and for what is no number
     there: Tensor  # (B, H, S), false for these
 
     @classmethod
@@ -56,9 +56,9 @@ class QuerySample(NamedTuple):
         if not places:
             return self
         token, head = (torch.tensor(numbers, device=query.device) for numbers in zip(*places, strict=True))
-        there = live.expand(*query.shape[:2], -1)[..., token]
-        rows = query.transpose(2, 3).flatten(2, 3)[:, :, token * groups + head]
-        rows = torch.where(there.unsqueeze(-1), rows.to(self.query.dtype) * scale, 0)
+        rows = query.transpose(2, 3).flatten(2, 3)[:, :, token * groups + head].to(self.query.dtype) * scale
+        there = live.expand(*query.shape[:2], -1)[..., token] & _are_numbers(rows)
+        rows = torch.where(there.unsqueeze(-1), rows, 0)
         size = sample_size(groups)
         # Copies: views would keep more than these in memory.
         sample = torch.cat((self.query, rows), 2)[:, :, -size:].clone()
@@ -94,6 +94,11 @@ class QuerySample(NamedTuple):
         mean = self.query.sum(2, keepdim=True) / number
         variance = torch.where(there, self.query - mean, 0).square().sum(2) / number.squeeze(2)
         return torch.where(variance.sum(-1, keepdim=True) <= ALIKE * mean.square().sum(-1), 1, variance).sqrt()
+
+
+def _are_numbers(rows: Tensor) -> Tensor:
+    """Whether all coordinates of queries are numbers, and their squares: one that is none would spoil every mass."""
+    return (rows.abs() <= FARTHEST).all(-1)
 
 
 def sample_size(num_groups: int) -> int:
@@ -133,6 +138,7 @@ def sampled_evenly(query: Tensor, live: Tensor, num_merged: int, scale: float, *
     there = there.unsqueeze(-1).expand(-1, -1, -1, groups).flatten(2)
     rows = picked(query.movedim(2, 3).flatten(3), index).unflatten(-1, query.shape[2::2]).flatten(2, 3)
     rows = rows.to(torch.promote_types(query.dtype, torch.float32)) * scale
+    there = there & _are_numbers(rows)
     return QuerySample(torch.where(there.unsqueeze(-1), rows, 0), there)
 
 

@@ -338,7 +338,7 @@ class FixedDecay(UncastBuffers, Gate):
             raise ValueError(f"rates must be finite numbers >= 0, one for each key/value head, got {rates!r}")
         self.num_heads = len(numbers)
         # Rounded decays would add up: they stay float64 when a model is cast.
-        self.register_buffer("rates", torch.tensor(numbers, dtype=torch.float64))
+        self.register_buffer("rates", torch.tensor(numbers, dtype=torch.float64, device="cpu"))
 
     @classmethod
     def alibi(cls, num_heads: int) -> Self:
@@ -355,7 +355,7 @@ class FixedDecay(UncastBuffers, Gate):
 
     def forward(self, x: Tensor) -> Gates:
         """log f = -λ at every token of (B, L, E); (1, Hkv, L)."""
-        return Gates(-self.rates[None, :, None].expand(-1, -1, x.shape[1]))
+        return Gates(-self.rates.to(x.device)[None, :, None].expand(-1, -1, x.shape[1]))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load, rates that were cast refused."""

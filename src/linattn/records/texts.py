@@ -27,7 +27,7 @@ def read_text(file: str | os.PathLike[str] | None = None) -> str:
 
 
 def _prose() -> str:
-    """Every topic, prose first, each paragraph once, for topics hold one another; without underlines and line breaks."""
+    """All topics, prose first, each paragraph once: topics hold one another. Without underlines and line breaks."""
     order = [name for name in _PROSE_FIRST if name in topics]
     order += sorted(set(topics) - set(order))
     text = "\n\n".join(topics[name] for name in order)

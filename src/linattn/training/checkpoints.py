@@ -166,8 +166,10 @@ def _damage(checkpoint: Path) -> str | None:
         for name, digest in digests.items():
             if _digest(checkpoint / name) != digest:
                 return f"{checkpoint / name} is damaged: its bytes are not those that were written"
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
         return f"{checkpoint} is damaged: {error}"
+    except OSError as error:
+        raise OSError(f"{checkpoint} was not read ({error}); try again, or remove it to use the one before") from error
     return None
 
 

@@ -29,6 +29,11 @@ def whole_numbers(text: str, option: str, example: str) -> tuple[int, ...]:
     return numbers
 
 
+def to_resume(*, again: bool) -> str:
+    """How an interrupted command is resumed: with --again it would begin anew."""
+    return f"run the same command again{' without --again' if again else ''} to resume"
+
+
 def print_words(console: Console, content: Table) -> None:
     """A table of sentences, every column folded to the terminal's width, the first one whole."""
     table = RichTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 1, 0))

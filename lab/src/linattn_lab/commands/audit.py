@@ -42,8 +42,8 @@ def audit(
     full cache.
 
     The command prints an estimate of its time before it starts, and saves each figure as it is measured. Run it again
-    to resume, with any number of processes: under torchrun they share layers and methods. A file of another audit in
-    the folder is renamed.
+    to resume, with any number of processes: under torchrun they share layers and methods. Times depend on threads: with
+    --budget resume with as many (OMP_NUM_THREADS). A file of another audit in the folder is renamed.
 
     Example: linattn audit gemma-3-270m --budget 512 --text FILE
     """

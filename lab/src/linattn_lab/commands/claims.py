@@ -14,7 +14,7 @@ from linattn.processes import interrupts
 from linattn.records.files import locked
 from linattn.records.texts import Table
 from linattn_lab.asides import set_aside
-from linattn_lab.commands._terminal import print_words
+from linattn_lab.commands._terminal import print_words, to_resume
 from linattn_lab.commands.stages import stages
 from linattn_lab.experiments import EXPERIMENTS
 from linattn_lab.experiments.experiment import FigureRow
@@ -35,7 +35,7 @@ def measure_claims(claims: Sequence[str], out: Path, *, setting: Setting, again:
     """Write claims.jsonl and the page, and print the verdicts."""
     console = Console()
     file = out / "claims.jsonl"
-    with ending(console, lambda: _what_is_left(file, out)), locked(out):
+    with ending(console, lambda: _what_is_left(file, out, again=again)), locked(out):
         run = Reproduction(claims, setting)
         kept = _kept(file, run, again, console)
         CLAIMS.extend(file, run.header, kept, _shown(run, kept, console))
@@ -67,9 +67,9 @@ def _kept(file: Path, run: Reproduction, again: bool, console: Console) -> list[
     return kept
 
 
-def _what_is_left(file: Path, out: Path) -> str:
+def _what_is_left(file: Path, out: Path, *, again: bool) -> str:
     """What an interrupted run has kept; its page is written, unless that is interrupted too."""
-    kept = f"All figures so far are in {file}; run the same command again to resume."
+    kept = f"All figures so far are in {file}; {to_resume(again=again)}."
     try:
         return f"{kept} {write_report(out)} shows the claims that are decided."
     except (KeyboardInterrupt, OSError):

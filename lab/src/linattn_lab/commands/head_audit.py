@@ -17,7 +17,7 @@ from linattn_lab.audit.grid import FULL_METHODS, SHORT_METHODS, AuditGrid
 from linattn_lab.audit.measuring import Audit
 from linattn_lab.audit.records import AUDIT, Header
 from linattn_lab.commands._audit_files import measure
-from linattn_lab.commands._terminal import whole_numbers
+from linattn_lab.commands._terminal import to_resume, whole_numbers
 from linattn_lab.commands.stages import stages
 from linattn_lab.report import AuditSummary, write_report
 from linattn_lab.report._text import counted
@@ -52,7 +52,7 @@ def audit_heads(asked: Asked, console: Console, *, is_first: bool) -> None:
     """Measure, write audit.jsonl and the page, and print the figures."""
     records = asked.out / "audit.jsonl" if is_first else None
     begun: list[Header] = []
-    left = partial(_what_is_left, begun, records) if records else str
+    left = partial(_what_is_left, begun, records, again=asked.again) if records else str
     with ending(console, left), interrupts() as pressed:
         if asked.are_mixed:
             raise ValueError(
@@ -128,13 +128,13 @@ def _print(console: Console, summary: AuditSummary) -> None:
         console.print(f"[bold]{escape(point.heading)}.[/bold] {escape(point.text)}", highlight=False)
 
 
-def _what_is_left(begun: list[Header], records: Path) -> str:
+def _what_is_left(begun: list[Header], records: Path, *, again: bool) -> str:
     """What an interrupted run has kept; its page is written, unless that is interrupted too."""
     out = records.parent
     found = AUDIT.unfinished(records) if begun else None
     if found is None or found[0] not in begun or not found[1]:
         return f"Nothing was measured yet, and nothing in {out} is changed but by what was said above."
-    kept = f"All figures so far are in {records}; run the same command again to resume."
+    kept = f"All figures so far are in {records}; {to_resume(again=again)}."
     try:
         summary, page = summarise_audit(records), write_report(out)
     except (KeyboardInterrupt, ValueError):

@@ -18,7 +18,7 @@ from linattn.hf import LoadedModel, load_language_model
 from linattn.kv_cache.layer_plans import MemoryPlan, read_memory_plans, write_memory_plans
 from linattn.processes import Processes, interrupts
 from linattn_lab.asides import asides, set_aside
-from linattn_lab.commands._terminal import whole_numbers
+from linattn_lab.commands._terminal import to_resume, whole_numbers
 from linattn_lab.commands.stages import Stages, stages, until_pressed
 from linattn_lab.kv_audit.measuring import MemoryAudit, check
 from linattn_lab.kv_audit.names import FACTS
@@ -58,7 +58,7 @@ def audit_memory(asked: Asked, others: Mapping[str, object], console: Console, *
     """Measure, write memory.jsonl and the page, and print the figures."""
     records = asked.out / "memory.jsonl"
     begun: list[object] = []  # the header of the file that is written
-    left = partial(_what_is_left, begun, records, asked.out) if is_first else str
+    left = partial(_what_is_left, begun, records, again=asked.again) if is_first else str
     with ending(console, left), interrupts() as pressed:
         if senseless := [name for name, value in others.items() if value is not None]:
             raise ValueError(f"{', '.join(senseless)} and --budget are of two audits; leave one out")
@@ -135,6 +135,12 @@ def _half(text: Text, number: int) -> Text:
 def _plan(loaded: LoadedModel, measured: MemoryAudit, asked: Asked, file: Path, watch: Stages) -> None:
     """A plan at every budget beside others of the file, made by the first process where that has none of the same."""
     plans, processes = list[MemoryPlan](), Processes.of_this_run()
+
+    def begin(words: str) -> None:
+        """Say what begins, to the others too: they wait no longer than for a pass over the text."""
+        watch.begin(words)
+        processes.from_first(True)
+
     if processes.is_first:
         text, header = _calibration(asked), measured.header
         every = {plan.budget: plan for plan in read_memory_plans(file)} if file.exists() else {}
@@ -142,9 +148,13 @@ def _plan(loaded: LoadedModel, measured: MemoryAudit, asked: Asked, file: Path, 
         if every.keys() & made:
             watch.begin(f"The plans before are now in {set_aside(file)}.")
         for budget in made:
-            every[budget] = plan_memory(loaded, text, budget, num_tokens=header.lengths[0], begin=watch.begin)
+            every[budget] = plan_memory(loaded, text, budget, num_tokens=header.lengths[0], begin=begin)
             write_memory_plans(file, [every[n] for n in sorted(every)])
         plans = [every[budget] for budget in header.budgets]
+        processes.from_first(False)
+    else:
+        while processes.from_first(False):
+            pass
     for plan in processes.from_first(plans):
         measured.take(plan, file)
 
@@ -169,16 +179,18 @@ def _earlier(measured: MemoryAudit, file: Path, watch: Stages, *, again: bool) -
     wanted, kept_rows = set(order), dict[object, MemoryRow]()
     # A plan may be another one at the same budget.
     labels = {(method.name, method.budget): method.label for method in measured.methods}
-    for path in () if again else (file, *asides(file)):
+    former = MEMORY.unfinished(file)
+    is_same = former is not None and former[0] == measured.header
+    # A file of this very audit has what is kept of others already, unless they are what --again put aside.
+    for path in () if again else (file,) if is_same else (file, *asides(file)):
         header, rows = MEMORY.unfinished(path) or (None, [])
         if header is None or not header.measures_as(measured.header):
             continue
         for row in rows:
             if key_of(row) in wanted and labels[row.method, row.budget] == row.label:
                 kept_rows.setdefault(key_of(row), row)
-    former = MEMORY.unfinished(file)
-    if file.exists() and (again or former is None or former[0] != measured.header):
-        why = "" if again else ": it is another audit's"
+    if file.exists() and (again or not is_same):
+        why = "" if again else ": it is another audit's" if former else ": it is damaged"
         watch.begin(f"What was measured before is now in {set_aside(file)}{why}.")
     if kept_rows:
         watch.begin(f"{len(kept_rows):,} of {len(order):,} figures were measured before and are kept.")
@@ -200,11 +212,12 @@ def _print(console: Console, summary: MemorySummary) -> None:
             console.print(f"[bold]{escape(each.method)}:[/bold] {words.strip()}", highlight=False)
 
 
-def _what_is_left(begun: Sequence[object], records: Path, out: Path) -> str:
+def _what_is_left(begun: Sequence[object], records: Path, *, again: bool) -> str:
     """What an interrupted run has kept; its page is written where there are figures, and they are of this audit."""
+    out = records.parent
     try:
         if summarise_memory(records).header not in begun:
             raise ValueError("these are another audit's")
-        return f"Figures so far are in {records}; run the same command again to resume. {write_report(out)} has them."
+        return f"Figures so far are in {records}; {to_resume(again=again)}. {write_report(out)} has them."
     except (KeyboardInterrupt, OSError, ValueError):
         return f"Nothing was measured yet; {out} is changed by nothing but what was said above."

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from linattn.softmax.checking import check_seed
+from linattn.softmax.checking import check_count, check_number, check_seed
 from linattn.training import Budget, Seconds, Steps
 
 
@@ -23,13 +22,13 @@ class TrainConfig:
         seed: of the windows' order, and of redraws.
 
     Raises:
-        ValueError: a number is out of its range or not finite.
+        ValueError: a number is out of its range, not finite, or no whole one where it counts something.
 
     Example:
         >>> TrainConfig(context=0)
         Traceback (most recent call last):
         ...
-        ValueError: context must be a positive number, got 0
+        ValueError: context must be an integer of at least 1, got 0
     """
 
     context: int = 4096
@@ -43,10 +42,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""
         check_seed(self.seed)
-        for name in ("context", "batch_size", "minutes", "steps", "learning_rate", "redraw_every"):
+        for name in ("minutes", "learning_rate"):
+            check_number(name, getattr(self, name), positive=True)
+        for name in ("context", "batch_size", "steps", "redraw_every"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be a positive number, got {value}")
+            if value is not None or name in ("context", "batch_size"):
+                check_count(name, value)
 
     @property
     def budget(self) -> Budget:

@@ -156,10 +156,10 @@ def read_documents(paths: Sequence[Path], without: Sequence[Path] = ()) -> tuple
         for file in sorted(x for x in files if x.is_symlink() or not x.is_dir()) if path.is_dir() else [path]:
             if any(part.startswith(".") for part in file.relative_to(path).parts):
                 left_out["hidden"] += 1
-            elif file != path and any(file.resolve().is_relative_to(folder) for folder in without):
-                left_out["of this training"] += 1
             elif not file.is_file():
                 left_out["a link to a folder, or no file"] += 1
+            elif file != path and any(file.resolve().is_relative_to(folder) for folder in without):
+                left_out["of this training"] += 1
             elif file != path and not os.access(file, os.R_OK):
                 left_out["a file that may not be read"] += 1
             elif _is_text(content := file.read_bytes()):

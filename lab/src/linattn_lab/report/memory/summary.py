@@ -110,6 +110,12 @@ class MemorySummary:
     continuations: tuple[Continuation, ...] = ()
 
     @property
+    def num_passages(self) -> tuple[int, int]:
+        """Passages that every method has read, and those that are asked for."""
+        asked = self.header.num_passages * len(self.header.texts)
+        return min((line.passages for line in self.lines), default=0), asked
+
+    @property
     def settings(self) -> list[tuple[int, int]]:
         """Lengths and budgets of which there is a line, ascending; lengths of written forms where nothing else is."""
         bounded = [line for line in self.lines if line.method not in _BASELINES]
@@ -141,14 +147,15 @@ def summarise_memory(path: Path) -> MemorySummary:
         ValueError: if the file is damaged, or holds no figures yet.
     """
     header, every = MEMORY.so_far(path)
-    rows = _of_all_methods(every)
+    unanswered = _unanswered(every)
+    rows = _of_all_methods([row for row in every if row.method == FULL or _place(row) not in unanswered])
     passages = [row for row in rows if isinstance(row, PassageRow)]
     if not passages:
         raise ValueError(f"{path} holds no figures yet; run the same command again")
     places = dict.fromkeys((row.num_tokens, row.budget, row.method) for row in passages)
     lines = [_line(place, rows) for place in places]
     lines.sort(key=lambda line: (line.num_tokens, line.budget))
-    summary = MemorySummary(header, tuple(lines), _unanswered(rows))
+    summary = MemorySummary(header, tuple(lines), unanswered)
     return replace(summary, continuations=continuations(rows, *summary.hardest))
 
 
@@ -230,10 +237,15 @@ def _ratio(texts: Sequence[PassageRow], rows: Sequence[MemoryRow]) -> Ratio | No
     return paired_ratio([row.kl for row in texts], [others[row.text, row.passage] for row in texts])
 
 
+def _place(row: MemoryRow) -> str:
+    """A task and its length in words; empty for a passage."""
+    return f"{row.task} at {row.num_tokens:,}" if isinstance(row, TaskRow) else ""
+
+
 def _unanswered(rows: Sequence[MemoryRow]) -> dict[str, float]:
     """Tasks that the full cache does not answer, and its score."""
     found: dict[str, list[float]] = {}
     for row in rows:
         if isinstance(row, TaskRow) and row.method == FULL:
-            found.setdefault(f"{row.task} at {row.num_tokens:,}", []).append(row.score)
+            found.setdefault(_place(row), []).append(row.score)
     return {place: fmean(scores) for place, scores in found.items() if fmean(scores) < ENOUGH}

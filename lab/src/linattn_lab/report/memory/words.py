@@ -101,6 +101,9 @@ def setting_words(summary: MemorySummary) -> str:
         f"the full cache's. Tokens alike: of {header.num_written} greedy tokens, those before the first that differs. "
         "Times: medians over passages, and their range."
     )
+    read, asked = summary.num_passages
+    if read < asked:
+        words += f" Unfinished: the figures are of {read} of {counted(asked, 'passage')}."
     for place, score in summary.unanswered.items():
         words += f" {place} tokens is not scored: the full cache itself has {score:.0%}."
     return words
