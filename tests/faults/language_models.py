@@ -211,9 +211,16 @@ FAULTS = (
         SLIDING,
     ),
     Fault(
+        "take a cache from a file in a model that looks at no call",
+        "hf/bounded_cache.py",
+        "vars(self).update(state, is_new_here=True)",
+        "vars(self).update(state)",
+        "tests/hf/test_text_given_again.py",
+    ),
+    Fault(
         "let a prefix take a bounded cache's place",
         "hf/bounded_cache.py",
-        "        raise ValueError(_PREFIXED)\n\n    def refuse_plain",
+        "        raise AttributeError(_PREFIXED)\n\n    def refuse_plain",
         "        return -1\n\n    def refuse_plain",
         "tests/hf/test_bounded_models.py",
     ),

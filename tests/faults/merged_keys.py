@@ -15,7 +15,7 @@ EVERYWHERE, DISTANCES = "tests/kv_cache/test_bidirectional.py", "tests/kv_cache/
 FAULTS = (
     Fault(
         "let masked tokens take the room of live ones",
-        ROOM + "live_tokens.py",
+        ROOM + "stream.py",
         "if not _has_holes(live, before, is_stream=is_stream):",
         "if True:",
         PADDING,

@@ -97,6 +97,8 @@ import sys, torch, linattn.hf
 from transformers import AutoModelForCausalLM
 torch.set_num_threads(1)
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation=sys.argv[2])
+if sys.argv[3] == "prepared":
+    linattn.hf.BoundedCache(model)
 cache = torch.load(sys.argv[1] + ".cache", weights_only=False)
 with torch.no_grad():
     torch.save(model(torch.arange(2, 9).expand(2, -1), past_key_values=cache).logits, sys.argv[1] + ".logits")
@@ -106,21 +108,21 @@ with torch.no_grad():
 # Beside other programs that are forked after transformers has been imported.
 @pytest.mark.xdist_group("transformers")
 @torch.no_grad()
-@pytest.mark.parametrize("implementation", ["linattn", "sdpa"])
-def test_a_saved_cache_goes_on_in_another_process(run_program, language_model, tmp_path, implementation):
-    """To the bit; a model whose attention cannot read it is told what to call."""
+@pytest.mark.parametrize(("implementation", "way"), [("sdpa", "prepared"), ("linattn", "named")])
+def test_a_saved_cache_goes_on_in_another_process(run_program, language_model, tmp_path, implementation, way):
+    """To the bit; a model that looks at none of its calls is refused, with what to call."""
     model, folder = language_model("llama"), str(tmp_path / "model")
     model.save_pretrained(folder)
     cache = BoundedCache(model, config=MergedKV(4, 8, bits=4, coded=((4, 6),)))
     model(IDS, past_key_values=cache)
     torch.save(cache.fork(), folder + ".cache")
-    done = run_program(GOES_ON, folder, implementation, after=TRANSFORMERS)
-    if implementation == "linattn":
+    done = run_program(GOES_ON, folder, implementation, way, after=TRANSFORMERS)
+    if way == "prepared":
         assert done.returncode == 0, done.stderr
         wanted = model(torch.arange(2, 9).expand(2, -1), past_key_values=cache).logits
         assert torch.equal(torch.load(folder + ".logits"), wanted)
     else:
-        assert "model.set_attn_implementation('linattn')" in done.stderr
+        assert "call BoundedCache(model) once, whose result is not needed, and pass this cache then" in done.stderr
 
 
 def test_weights_of_other_calls_are_as_before(language_model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -165,16 +166,24 @@ def interrupt(*_: object) -> None:
 
 
 @torch.no_grad()
-def test_a_cache_of_another_process_refuses_it_too(language_model) -> None:
-    """Where no cache was made of the model, its layers look at positions."""
-    model = language_model("llama")
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert_decoder", "opt", "falcon"])
+def test_a_cache_of_another_process_refuses_it_too(language_model, family: str) -> None:
+    """Only a model that looks at its calls takes it: layers are not told positions in all families."""
+    model = language_model(family)
     fresh = deepcopy(model)
     cache = BoundedCache(model, config=FEW)
     model(IDS, past_key_values=cache)
+    loaded, wanted = pickle.loads(pickle.dumps(cache)), model(IDS[:, :3], past_key_values=cache.fork()).logits
     fresh.set_attn_implementation("linattn")
     assert not fresh._forward_pre_hooks
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"call BoundedCache\(model\) once.* and pass this cache then"):
+            fresh(IDS[:, :3], past_key_values=loaded)
+    assert loaded.get_seq_length() == IDS.shape[1]
+    BoundedCache(fresh)
+    assert torch.equal(fresh(IDS[:, :3], past_key_values=loaded.fork()).logits, wanted)
     with pytest.raises(ValueError, match=AGAIN):
-        fresh.generate(IDS, **GREEDY, past_key_values=deepcopy(cache))
+        fresh.generate(IDS, **GREEDY, use_cache=False, past_key_values=loaded)
 
 
 def test_a_stream_of_a_linear_lm_refuses_a_text_that_it_holds() -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -156,8 +157,17 @@ class BoundedCache(TextCache):
             for part in parts_of(model):
                 watch(part)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """From a file, or of a copy: the next call has to begin with a look at it."""
+        vars(self).update(state, is_new_here=True)
+
     def _mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Of a layer, said so that the mask knows its cache."""
+        if self.is_new_here:
+            raise ValueError(
+                "the cache was made for a model elsewhere, and this one looks at no call for tokens given again: call "
+                "BoundedCache(model) once, whose result is not needed, and pass this cache then"
+            )
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         # All masks of a call tell of it; that of full attention, where there is any, is enough.
         is_local = [getattr(layer, "is_sliding", False) for layer in self.layers]
@@ -172,8 +182,8 @@ class BoundedCache(TextCache):
 
     @property
     def max_cache_len(self) -> int:
-        """Refused: PEFT's `generate` asks for it where it puts a cache with a prefix in this one's place."""
-        raise ValueError(_PREFIXED)
+        """None: PEFT's `generate` asks for it where it puts a cache with a prefix in this one's place."""
+        raise AttributeError(_PREFIXED)
 
     def refuse_plain_keys(self, module: torch.nn.Module) -> None:
         """Refuse to attend to new keys alone where a bounded layer should have had them."""
@@ -225,8 +235,8 @@ def _reasons(
     kind, reasons = type(model).__name__, {layer.number: layer.reason for layer in cached}
     if not cached:
         raise ValueError(
-            f"no layer of {kind} keeps keys and values of a causal text, so that there is no cache to bound; "
-            "linearize_ makes an encoder cheaper"
+            f"no layer of {kind} keeps keys and values of a causal text (of a prefix that sees later tokens, as "
+            "PaliGemma's, none does), so that there is no cache to bound; linearize_ makes an encoder cheaper"
         )
     # Softmax within a window is what those layers are; where all have one, the wider ones take more than the budget.
     is_mixed = any(layer.window is None for layer in cached)

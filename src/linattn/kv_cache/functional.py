@@ -14,10 +14,9 @@ from torch import Tensor
 from linattn.kv_cache.bidirectional import attend_all_merging
 from linattn.kv_cache.config import MergedKV
 from linattn.kv_cache.keys import MergedKeys
-from linattn.kv_cache.live_tokens import Kept, attend_live_tokens
 from linattn.kv_cache.state import MergedState
 from linattn.kv_cache.state_checks import check_continues
-from linattn.kv_cache.stream import attend_causal_merging
+from linattn.kv_cache.stream import Kept, attend_causal_merging, attend_live_tokens
 from linattn.softmax.attention import Reading, Scoring, attend_to_all
 from linattn.softmax.checking import KeyWeights, Qkv, check_soft_cap, checked, refuse_sdpa_options
 from linattn.softmax.partial import Attended, AttendedPartial, Partial

@@ -73,8 +73,7 @@ def slope(points: Sequence[tuple[int, float]]) -> float | None:
 
 def conclude(summary: BenchSummary) -> tuple[Point, ...]:
     """The crossover, growth, what is kept of a text or left out, correctness, and the error of the approximation."""
-    fitted = " A map that takes statistics has taken them before; a call with such a map unfitted takes longer."
-    points = [Point("Crossover", _crossover_words(summary.crossover) + fitted)]
+    points = [Point("Crossover", _crossover_words(summary.crossover))]
     if summary.linear_slope is not None:
         exact = _MISSING if summary.exact_slope is None else f"L^{summary.exact_slope:.2f}"
         text = f"Time grows as L^{summary.linear_slope:.2f} (linear) and {exact} (exact), by least squares."
