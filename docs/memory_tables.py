@@ -44,7 +44,7 @@ def take_memory(reports: Sequence[Path], file: Path) -> None:
     """Keep the figures of audits that are finished."""
     audits = [summarise_memory(report / "memory.jsonl") for report in reports]
     for report, audit in zip(reports, audits, strict=True):
-        if audit.num_passages[0] < audit.num_passages[1]:
+        if not audit.is_finished:
             raise SystemExit(f"the audit in {report} is unfinished; run its command again")
     write_json(file, {"kind": _KIND, "version": _VERSION, "audits": [to_json(audit) for audit in audits]})
 

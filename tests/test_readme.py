@@ -81,7 +81,7 @@ def audited(tmp_path):
         memory_facts(FULL, [1.0, 0.8], 0),
         memory_facts(BOUNDED, [0.9, 0.1]),
     ]
-    MEMORY.write(tmp_path / "memory.jsonl", replace(MEMORY_HEADER, num_passages=1), rows)
+    MEMORY.write(tmp_path / "memory.jsonl", replace(MEMORY_HEADER, num_passages=1, tasks=["facts"]), rows)
     return tmp_path
 
 

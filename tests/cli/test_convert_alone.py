@@ -98,7 +98,7 @@ def test_files_beside_a_model_that_is_continued_are_kept(tmp_path, places):
         for name in ("model", "README.md", "notes.txt", "figures/one"):
             (place / name).write_text("old")
         (place / "link").symlink_to(tmp_path / "elsewhere")
-    finish(work, out, written, is_continued=True)
+    finish(work, out, "training", written, is_continued=True)
     files = {str(path.relative_to(out)): path.read_text() for path in out.rglob("*") if path.is_file()}
     assert files == {"model": "new", "README.md": "new", "notes.txt": "old", "figures/one": "old"}
     assert (out / "link").readlink() == tmp_path / "elsewhere"
@@ -116,21 +116,20 @@ def test_a_model_takes_the_place_of_an_empty_folder_that_nothing_is_renamed_to(t
     monkeypatch.setattr(Path, "rename", rename_to_none)
     work.mkdir()
     out.mkdir()
-    finish(work, out, written)
+    finish(work, out, "training", written)
     assert (out / "model").read_text() == "new"
 
 
-def test_a_kill_at_the_end_leaves_no_checkpoints_without_their_settings(tmp_path, monkeypatch):
-    """They would be taken for those of any other work."""
+def test_a_kill_at_the_end_leaves_nothing_without_its_settings(tmp_path, monkeypatch):
+    """It would be taken for that of any other work."""
     work, removed = tmp_path / "out.unfinished", []
     (work / "checkpoints").mkdir(parents=True)
-    (work / "logs").mkdir()
-    for name in ("a.json", "z.json"):
+    for name in ("training.json", "baseline.json", "looks.json"):
         (work / name).write_text("{}")
     monkeypatch.setattr("linattn.cli.new_folder.remove", lambda path: removed.append(path.name))
-    finish(work, tmp_path / "out", written)
-    assert sorted(removed[:2]) == ["checkpoints", "logs"]
-    assert sorted(removed[2:]) == ["a.json", "z.json"]
+    finish(work, tmp_path / "out", "training", written)
+    assert sorted(removed) == ["baseline.json", "checkpoints", "looks.json", "training.json"]
+    assert removed[-1] == "training.json"
 
 
 def test_a_link_to_a_model_that_is_continued(tmp_path):
@@ -139,7 +138,7 @@ def test_a_link_to_a_model_that_is_continued(tmp_path):
     place.mkdir()
     (place / "notes.txt").write_text("old")
     out.symlink_to(place)
-    finish(work, out, written, is_continued=True)
+    finish(work, out, "training", written, is_continued=True)
     assert (out / "notes.txt").read_text() == (place / "notes.txt").read_text() == "old"
     assert not list(work.iterdir())
 

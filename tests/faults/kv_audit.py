@@ -339,15 +339,15 @@ FAULTS = (
     Fault(
         "name no passages that are still to be read",
         REPORT + "words.py",
-        "if read < asked:",
+        "if not summary.is_finished:",
         "if False:",
         SHOWN,
     ),
     Fault(
         "go on from what --again has put aside",
         "lab/commands/memory_audit.py",
-        "(file,) if is_same else (file, *asides(file))",
-        "(file, *asides(file))",
+        "set_aside(file, is_replaced=again)",
+        "set_aside(file)",
         COMMAND,
     ),
     Fault(
@@ -360,7 +360,7 @@ FAULTS = (
     Fault(
         "call a damaged file another audit's",
         "lab/commands/memory_audit.py",
-        'if former else ": it is damaged"',
+        'if former else "it cannot be read: damaged, or of another version"',
         'if True else ""',
         COMMAND,
     ),

@@ -213,7 +213,7 @@ FAULTS = (
     Fault(
         "take a cache from a file in a model that looks at no call",
         "hf/bounded_cache.py",
-        "vars(self).update(state, is_new_here=True)",
+        "vars(self).update(state, is_from_file=True)",
         "vars(self).update(state)",
         "tests/hf/test_text_given_again.py",
     ),

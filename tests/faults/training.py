@@ -300,10 +300,10 @@ FAULTS = (
         "tests/training/test_checkpoints.py",
     ),
     Fault(
-        "remove settings before checkpoints",
+        "remove settings before what they belong to",
         "cli/new_folder.py",
-        "sorted(work.iterdir(), key=Path.is_file)",
-        "sorted(work.iterdir())",
+        "sorted(work.iterdir(), key=lambda path: path.stem == kind)",
+        "sorted(work.iterdir(), reverse=True)",
         "tests/cli/test_convert_alone.py",
     ),
     Fault(
@@ -316,7 +316,7 @@ FAULTS = (
     Fault(
         "train on topics within others",
         "lab/pretraining/corpus.py",
-        "if not any(lines[topic] < other for other in lines.values()):",
+        "if not any(mine <= other for other in lines.values()):",
         "if True:",
         "lab/tests/pretraining/test_corpus.py",
     ),

@@ -168,7 +168,7 @@ def interrupt(*_: object) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert_decoder", "opt", "falcon"])
 def test_a_cache_of_another_process_refuses_it_too(language_model, family: str) -> None:
-    """Only a model that looks at its calls takes it: layers are not told positions in all families."""
+    """Only a model that looks at its calls takes one from a file: layers are not told positions in all families."""
     model = language_model(family)
     fresh = deepcopy(model)
     cache = BoundedCache(model, config=FEW)
@@ -177,7 +177,7 @@ def test_a_cache_of_another_process_refuses_it_too(language_model, family: str) 
     fresh.set_attn_implementation("linattn")
     assert not fresh._forward_pre_hooks
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"call BoundedCache\(model\) once.* and pass this cache then"):
+        with pytest.raises(ValueError, match=r"the cache is from a file.*call BoundedCache\(model, …\) once"):
             fresh(IDS[:, :3], past_key_values=loaded)
     assert loaded.get_seq_length() == IDS.shape[1]
     BoundedCache(fresh)

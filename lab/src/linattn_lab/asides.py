@@ -8,10 +8,11 @@ from itertools import count
 from pathlib import Path
 
 
-def set_aside(file: Path) -> Path:
+def set_aside(file: Path, *, is_replaced: bool = False) -> Path:
     """Copy a file beside itself, under the first free name: audit.1.jsonl, audit.2.jsonl, …
 
-    A copy: whenever what follows ends, either the old file or the new one is whole under its name.
+    Of a file whose figures are measured again audit.replaced.1.jsonl, which `asides` does not find. A copy: whenever
+    what follows ends, either the old file or the new one is whole under its name.
 
     Example:
         >>> import tempfile
@@ -20,7 +21,8 @@ def set_aside(file: Path) -> Path:
         >>> set_aside(file).name, set_aside(file).name
         ('a.1.jsonl', 'a.2.jsonl')
     """
-    aside = next(name for number in count(1) if not (name := file.with_stem(f"{file.stem}.{number}")).exists())
+    stem = f"{file.stem}.replaced" if is_replaced else file.stem
+    aside = next(name for number in count(1) if not (name := file.with_stem(f"{stem}.{number}")).exists())
     shutil.copy2(file, aside)
     return aside
 

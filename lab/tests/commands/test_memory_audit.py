@@ -113,7 +113,7 @@ def test_a_damaged_file_is_kept_aside_and_called_so(run, tmp_path):
     file = tmp_path / "out" / "memory.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     file.write_text("".join([lines[0], "\0" + lines[1], *lines[2:]]), encoding="utf-8")
-    assert "it is damaged" in run("--budget", "40").output
+    assert "it cannot be read: damaged, or of another version" in run("--budget", "40").output
 
 
 def test_an_interrupt_before_anything_is_measured_names_no_other_audit(run, monkeypatch):

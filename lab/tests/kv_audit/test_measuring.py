@@ -154,10 +154,10 @@ def test_the_time_of_a_prompt_is_without_the_output_layer(tiny):
     model = tiny("llama").model
     handle = model.get_output_embeddings().register_forward_hook(lambda *_: time.sleep(1.0))
     try:
-        found = read(model, torch.arange(12).unsqueeze(0), new_cache(model), last=8, chunk=8)
+        prompt = read(model, torch.arange(12).unsqueeze(0), new_cache(model), last=8, chunk=8)
     finally:
         handle.remove()
-    assert found.seconds < 1.0
+    assert prompt.seconds < 1.0
 
 
 def test_a_token_takes_a_step(tiny, words, monkeypatch):

@@ -83,7 +83,11 @@ def test_an_unfinished_audit_says_how_many_passages_its_figures_are_of(tmp_path,
     assert "Unfinished" not in setting_words(summary)
     MEMORY.write(tmp_path / "memory.jsonl", MEMORY_HEADER, ROWS[:9])
     found = summarise_memory(tmp_path / "memory.jsonl")
-    assert "Unfinished: the figures are of 1 of 2 passages." in setting_words(found)
+    assert "Unfinished: the figures are of 1 of 2 passages, and tasks may be missing." in setting_words(found)
+    # Passages alone, and one of two lengths.
+    for header, rows in ((MEMORY_HEADER, ROWS[:12]), (replace(MEMORY_HEADER, lengths=[600, 900]), ROWS)):
+        MEMORY.write(tmp_path / "memory.jsonl", header, rows)
+        assert not summarise_memory(tmp_path / "memory.jsonl").is_finished
 
 
 def test_more_samples_may_show_that_the_full_cache_fails_a_task(tmp_path):

@@ -29,7 +29,7 @@ def conversion(call: typer.Context, model: str, out: Path, config: ConvertConfig
                 loaded.model, loaded.tokenizer, config, work=work, notify=shown.notify, measured=shown.measured
             )
         if work is not None:
-            finish(work, out, lambda draft: _write(loaded, converted, draft))
+            finish(work, out, "conversion", lambda draft: _write(loaded, converted, draft))
     _print(console, converted)
     console.print(f"Written: {escape(str(out))}", highlight=False)
 

@@ -56,8 +56,8 @@ def check_same_options(processes: Processes, call: typer.Context) -> None:
         raise ValueError(f"every process must be started with the same command, got different ones: {words}")
 
 
-def finish(work: Path, out: Path, write: Callable[[Path], None], *, is_continued: bool = False) -> None:
-    """Let `write` fill a draft, give it `out`'s name, curves and other files beside it, and then remove the work."""
+def finish(work: Path, out: Path, kind: str, write: Callable[[Path], None], *, is_continued: bool = False) -> None:
+    """Let `write` fill a draft, give it `out`'s name, curves and other files beside it, and remove this kind's work."""
     with full_disk_names(out):
         draft = work / "result"
         shutil.rmtree(draft, ignore_errors=True)
@@ -79,8 +79,8 @@ def finish(work: Path, out: Path, write: Callable[[Path], None], *, is_continued
         with suppress(OSError):
             out.rmdir()  # empty: Windows renames to no folder that exists
         draft.rename(out)
-    # Folders first: a kill leaves no checkpoints without the settings they belong to.
-    for path in sorted(work.iterdir(), key=Path.is_file):
+    # Settings last: a kill leaves nothing without those that it belongs to.
+    for path in sorted(work.iterdir(), key=lambda path: path.stem == kind):
         # The lock goes with the process that holds it.
         if path.name != LOCK:
             remove(path)

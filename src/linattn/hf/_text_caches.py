@@ -34,7 +34,7 @@ class ForkedCache(Cache):
 
     _live: Tensor | None = None  # (B, n), the last call's mask
     _ran: frozenset[int] = frozenset()  # recurrent layers that the last call reached
-    is_new_here = False  # whether no model that looks at its calls has had it yet
+    is_from_file = False  # whether it was read from one, and no model that looks at its calls has had it since
 
     @property
     def num_bytes(self) -> int:

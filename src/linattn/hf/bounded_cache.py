@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -158,15 +158,21 @@ class BoundedCache(TextCache):
                 watch(part)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """From a file, or of a copy: the next call has to begin with a look at it."""
-        vars(self).update(state, is_new_here=True)
+        """From a file: the next call has to begin with a look at it."""
+        vars(self).update(state, is_from_file=True)
+
+    def __copy__(self) -> Self:
+        """Of this process, as `fork` makes one."""
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
 
     def _mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Of a layer, said so that the mask knows its cache."""
-        if self.is_new_here:
+        if self.is_from_file:
             raise ValueError(
-                "the cache was made for a model elsewhere, and this one looks at no call for tokens given again: call "
-                "BoundedCache(model) once, whose result is not needed, and pass this cache then"
+                "the cache is from a file, and this model looks at no call for tokens given again: call "
+                "BoundedCache(model, …) once with the options of the cache, then pass the cache from the file"
             )
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         # All masks of a call tell of it; that of full attention, where there is any, is enough.
@@ -182,7 +188,7 @@ class BoundedCache(TextCache):
 
     @property
     def max_cache_len(self) -> int:
-        """None: PEFT's `generate` asks for it where it puts a cache with a prefix in this one's place."""
+        """Absent: PEFT's `generate` asks for it where it puts a cache with a prefix in this one's place."""
         raise AttributeError(_PREFIXED)
 
     def refuse_plain_keys(self, module: torch.nn.Module) -> None:

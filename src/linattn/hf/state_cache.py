@@ -257,8 +257,8 @@ def refuse_text_again(names: list[str], part: Any, args: Any, options: dict[str,
     cache: Any = getattr(caches, "self_attention_cache", caches)
     if not isinstance(cache, TextCache):
         return
-    if cache.is_new_here:
-        cache.is_new_here = False
+    if cache.is_from_file:
+        cache.is_from_file = False
     count, name = cache.get_seq_length(), type(part).__name__
     tokens = [options.get("input_ids"), options.get("inputs_embeds")] if cache is caches else []
     number = next((x.shape[1] for x in tokens if x is not None), 1)

@@ -41,7 +41,7 @@ def _begin(measured: Audit, file: Path, *, again: bool, watch: Stages) -> list[A
     found, former = [] if again else _earlier(measured, file, watch), AUDIT.unfinished(file)
     is_same = former is not None and former[0] == measured.header
     if file.exists() and (again or not is_same):
-        aside = set_aside(file)
+        aside = set_aside(file, is_replaced=again)
         why = "" if again else " It is of another model, text, method or version; the page shows the new audit."
         watch.begin(f"What was measured before is now in {aside}.{why}")
     return found

@@ -41,8 +41,8 @@ def bench(
 ) -> None:
     """Measure the length from which linear attention is faster than exact attention, on your shapes.
 
-    Each result is verified before it is timed. A map that takes statistics has taken them before; an unfitted one takes
-    them in each call, which takes longer. Printed are time by length, the crossover, peak memory and the error.
+    Each result is verified before it is timed. A map with statistics is fitted before; unfitted, it would fit in every
+    call, and be slower. Printed are time by length, the crossover, peak memory and the error.
     After an interruption, run the same command again to resume.
 
     Example: linattn bench --lengths 512,2048,8192 --map "window 32 + merged 96"

@@ -137,7 +137,7 @@ def _plan(loaded: LoadedModel, measured: MemoryAudit, asked: Asked, file: Path, 
     plans, processes = list[MemoryPlan](), Processes.of_this_run()
 
     def begin(words: str) -> None:
-        """Say what begins, to the others too: they wait no longer than for a pass over the text."""
+        """Say what begins, to the others too, which wait for no more than a few passes at a time."""
         watch.begin(words)
         processes.from_first(True)
 
@@ -179,19 +179,18 @@ def _earlier(measured: MemoryAudit, file: Path, watch: Stages, *, again: bool) -
     wanted, kept_rows = set(order), dict[object, MemoryRow]()
     # A plan may be another one at the same budget.
     labels = {(method.name, method.budget): method.label for method in measured.methods}
-    former = MEMORY.unfinished(file)
-    is_same = former is not None and former[0] == measured.header
-    # A file of this very audit has what is kept of others already, unless they are what --again put aside.
-    for path in () if again else (file,) if is_same else (file, *asides(file)):
+    for path in () if again else (file, *asides(file)):
         header, rows = MEMORY.unfinished(path) or (None, [])
         if header is None or not header.measures_as(measured.header):
             continue
         for row in rows:
             if key_of(row) in wanted and labels[row.method, row.budget] == row.label:
                 kept_rows.setdefault(key_of(row), row)
-    if file.exists() and (again or not is_same):
-        why = "" if again else ": it is another audit's" if former else ": it is damaged"
-        watch.begin(f"What was measured before is now in {set_aside(file)}{why}.")
+    former = MEMORY.unfinished(file)
+    if file.exists() and (again or former is None or former[0] != measured.header):
+        why = "it is another audit's" if former else "it cannot be read: damaged, or of another version"
+        aside = set_aside(file, is_replaced=again)
+        watch.begin(f"What was measured before is now in {aside}{'' if again else f': {why}'}.")
     if kept_rows:
         watch.begin(f"{len(kept_rows):,} of {len(order):,} figures were measured before and are kept.")
     return [kept_rows[key] for key in order if key in kept_rows]

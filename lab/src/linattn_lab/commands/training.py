@@ -65,7 +65,7 @@ def training(call: typer.Context, out: Path, asked: Asked) -> None:
                 model, corpus, config, work=work, notify=shown.notify, num_parts=asked.parts, shard=asked.shard
             )
         if work is not None:
-            finish(work, out, partial(_write, model, trained, work), is_continued=resume)
+            finish(work, out, _NAME, partial(_write, model, trained, work), is_continued=resume)
         _print(console, trained, out)
 
 

@@ -113,8 +113,8 @@ class MemoryAudit:
         if kind is TaskRow:
             return (num_tokens + self.header.chunk) * per_token + (0 if name == FACTS else 64) * per_step
         # The full cache is read twice, once as a control.
-        several = 2 if method == FULL else 1
-        return several * (num_tokens * per_token + predictions + NUM_WRITTEN * per_step) + self.header.chunk * per_token
+        reading = (2 if method == FULL else 1) * (num_tokens * per_token + predictions)
+        return reading + NUM_WRITTEN * per_step + self.header.chunk * per_token
 
     def rows(self, earlier: Sequence[MemoryRow] = (), watch: Watch = SILENT) -> Iterator[MemoryRow]:
         """Measure passage by passage, then task by task, the full cache first.

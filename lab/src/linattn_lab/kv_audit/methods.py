@@ -46,12 +46,14 @@ def exact_window(budget: int, sizes: Sizes) -> MergedKV:
 
 def coded_window(budget: int, sizes: Sizes, bits: float) -> MergedKV:
     """Sinks, the latest tokens exact, and the most before them in few bits."""
-    return largest(lambda size: MergedKV(_latest(budget, sizes), num_merged=0, coded=((size, bits),)), budget, sizes)
+    latest = _latest(budget, sizes)
+    return largest(lambda size: MergedKV(latest, num_merged=0, coded=((size, bits),)), budget, sizes)
 
 
 def merged_keys(budget: int, sizes: Sizes) -> MergedKV:
     """Sinks, the latest tokens exact, and the most merged keys in 4 bits; no tiers."""
-    return largest(lambda size: MergedKV(_latest(budget, sizes), size, bits=4), budget, sizes)
+    latest = _latest(budget, sizes)
+    return largest(lambda size: MergedKV(latest, size, bits=4), budget, sizes)
 
 
 WINDOWS_IN_BITS: dict[str, Maker] = {f"{WINDOW} in {bits:g} bits": partial(coded_window, bits=bits) for bits in BITS}

@@ -56,6 +56,7 @@ def plan_memory(
     """
     bounded = Bounded.of(loaded.model)
     kept_by(Choice(PLAIN, budget), bounded.sizes)
+    begin(f"Planning at {budget:,} keys: the full cache")
     measure_kl = _measured_on(loaded, text, num_tokens)
 
     def measure(choices: tuple[Choice | None, ...]) -> float:

@@ -111,7 +111,7 @@ def _by_position(name: str, content: bytes) -> Iterator[tuple[int, bytes]]:
 def python_documents() -> Iterator[Document]:
     """The sources of Python's standard library and the topics of its language reference, as this Python has them.
 
-    A topic whose lines all stand in another one is left out: training and test share no section.
+    A topic whose lines all stand in another one is left out, that training and test share no section.
 
     Example:
         >>> names = {name for name, _ in python_documents()}
@@ -125,12 +125,15 @@ def python_documents() -> Iterator[Document]:
             yield name.as_posix(), path.read_bytes()
     lines = {topic: _lines(text) for topic, text in topics.items()}
     for topic, text in topics.items():
-        if not any(lines[topic] < other for other in lines.values()):
+        # Of topics of equal lines one stays.
+        mine = lines.pop(topic)
+        if not any(mine <= other for other in lines.values()):
             yield f"topics/{topic}", text.encode()
+            lines[topic] = mine
 
 
 def _lines(text: str) -> set[str]:
-    """Lines of a text without those that underline a heading, whose level differs where another topic holds it."""
+    """The lines of a text but for underlines of headings: these are of another level in a topic that holds this one."""
     return {line for line in map(str.strip, text.splitlines()) if len(set(line)) > 1}
 
 

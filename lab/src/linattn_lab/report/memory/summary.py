@@ -116,6 +116,20 @@ class MemorySummary:
         return min((line.passages for line in self.lines), default=0), asked
 
     @property
+    def is_finished(self) -> bool:
+        """Whether all passages are read at every length, and of every task that is neither left out nor failed some."""
+        bounded = [line for line in self.lines if line.method not in _BASELINES]
+        if self.num_passages[0] < self.num_passages[1] or {x.num_tokens for x in bounded} < set(self.header.lengths):
+            return False
+        read = {(task, x.num_tokens) for x in bounded for task in (*x.tasks, *([FACTS] if x.facts else []))}
+        return all(
+            (task, length) in read or f"{task} at {length:,}" in self.unanswered
+            for task in self.header.tasks
+            for length in self.header.lengths
+            if f"{task} at {length}" not in self.header.left_out
+        )
+
+    @property
     def settings(self) -> list[tuple[int, int]]:
         """Lengths and budgets of which there is a line, ascending; lengths of written forms where nothing else is."""
         bounded = [line for line in self.lines if line.method not in _BASELINES]
@@ -160,7 +174,7 @@ def summarise_memory(path: Path) -> MemorySummary:
 
 
 def _of_all_methods(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
-    """Rows on those passages, and on those texts of a task, that every method has of which there are any."""
+    """Rows on the passages and texts that every method with a row of that length or task has read."""
     places = [(key_of(row), (row.num_tokens, row.task if isinstance(row, TaskRow) else None)) for row in rows]
     read: dict[tuple[int, str | None], dict[tuple[str, int], set[tuple[str, int]]]] = {}
     for (_, text, number, _, *method), kind in places:

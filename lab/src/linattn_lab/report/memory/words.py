@@ -102,8 +102,8 @@ def setting_words(summary: MemorySummary) -> str:
         "Times: medians over passages, and their range."
     )
     read, asked = summary.num_passages
-    if read < asked:
-        words += f" Unfinished: the figures are of {read} of {counted(asked, 'passage')}."
+    if not summary.is_finished:
+        words += f" Unfinished: the figures are of {read} of {counted(asked, 'passage')}, and tasks may be missing."
     for place, score in summary.unanswered.items():
         words += f" {place} tokens is not scored: the full cache itself has {score:.0%}."
     return words
