@@ -75,7 +75,7 @@ def readme_table() -> str:
         "median of a passage, averaged over passages. A few predictions make up most of the bounded cache's mean. "
         f"Needles: share of the digits predicted of {counted(header.num_facts, 'number')}, stated once, at each of "
         f"{', '.join(full.facts)} of {'one text' if header.num_samples == 1 else f'{header.num_samples} texts'}. "
-        f"÷ full: divided by the full cache's.{_exact(audit, budget)}{_few_bits(header.kinds)}"
+        f"÷ full: divided by the full cache's.{_few_bits(header.kinds)}"
     )
     head = (
         *("method", "KV cache, MB ↓", "fit unmerged ↑", "KL, mean ↓", "KL, median ↓", "needles ↑"),
@@ -84,18 +84,6 @@ def readme_table() -> str:
     lines = (line for line in (*baselines, *audit.at(length, budget)) if line.method != _NOT_IN_README)
     rows = [_row(line, full) for line in lines]
     return f"{words}\n\n{table(head, rows)}"
-
-
-def _exact(audit: MemorySummary, budget: int) -> str:
-    """How many tokens an exact window holds, from the first to the last of a block; nothing where there is none."""
-    line = next((line for line in audit.lines if (line.method, line.budget) == (WINDOW, budget)), None)
-    if line is None:
-        return ""
-    config = MergedKV.parse(line.label)
-    least = config.num_sinks + sum(number for number, _ in config.coded) + config.blocks.window + 1
-    return (
-        f" Sinks + window: exact, {least} to {least + config.blocks.size - 1} tokens, since whole blocks are evicted."
-    )
 
 
 def _few_bits(kinds: Sequence[str]) -> str:

@@ -122,7 +122,7 @@ def test_a_saved_cache_goes_on_in_another_process(run_program, language_model, t
         wanted = model(torch.arange(2, 9).expand(2, -1), past_key_values=cache).logits
         assert torch.equal(torch.load(folder + ".logits"), wanted)
     else:
-        assert "call BoundedCache(model, …) once with the options of the cache" in done.stderr
+        assert "call BoundedCache(model, …) once before, with the options of the cache" in done.stderr
 
 
 def test_weights_of_other_calls_are_as_before(language_model):

@@ -166,7 +166,7 @@ def interrupt(*_: object) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert_decoder", "opt", "falcon"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert_decoder", "opt", "gpt_neox"])
 def test_a_cache_of_another_process_refuses_it_too(language_model, family: str) -> None:
     """Only a model that looks at its calls takes one from a file: layers are not told positions in all families."""
     model = language_model(family)

@@ -315,8 +315,8 @@ def refuse_again(name: str, num_held: int, mask: object = None) -> None:
             f"{name} would take a text in again beside a cache of {num_held} tokens: generate gives it the whole text "
             "again with use_cache=False (pass use_cache=True; model.generation_config has it too), by prompt lookup or "
             "assistants from a cache that is not empty, and where a prompt is no longer than what the cache holds; "
-            "give the whole text so far, with new tokens at its end, or a new cache. Positions that begin again, as of "
-            "packed texts and after padding on the right of all rows, are refused too: pad on the left"
+            "give the whole text so far, with new tokens at its end, or a new cache. Positions begin again in "
+            "packed texts too, and after padding on the right: pad on the left"
         )
 
 

@@ -34,7 +34,7 @@ class ForkedCache(Cache):
 
     _live: Tensor | None = None  # (B, n), the last call's mask
     _ran: frozenset[int] = frozenset()  # recurrent layers that the last call reached
-    is_from_file = False  # whether it was read from one, and no model that looks at its calls has had it since
+    is_from_file = False  # whether it is, and no model that looks at its calls has had it
 
     @property
     def num_bytes(self) -> int:
@@ -205,8 +205,8 @@ def is_switched(model: PreTrainedModel) -> bool:
 
 def forked(cache: CacheKind) -> CacheKind:
     """A cache that goes on from here by itself; recurrent layers alone are copied, the others share tensors."""
-    fork = copy(cache)
-    fork.layers = [copy(layer) for layer in cache.layers]
+    fork = object.__new__(type(cache))
+    vars(fork).update(vars(cache), layers=[copy(layer) for layer in cache.layers])
     for layer in fork.layers:
         # These change their tensors in place.
         if isinstance(layer, LinearAttentionCacheLayerMixin):

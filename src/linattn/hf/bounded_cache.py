@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -158,21 +158,15 @@ class BoundedCache(TextCache):
                 watch(part)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """From a file: the next call has to begin with a look at it."""
+        """From a file."""
         vars(self).update(state, is_from_file=True)
-
-    def __copy__(self) -> Self:
-        """Of this process, as `fork` makes one."""
-        copied = object.__new__(type(self))
-        vars(copied).update(vars(self))
-        return copied
 
     def _mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Of a layer, said so that the mask knows its cache."""
         if self.is_from_file:
             raise ValueError(
-                "the cache is from a file, and this model looks at no call for tokens given again: call "
-                "BoundedCache(model, …) once with the options of the cache, then pass the cache from the file"
+                "the cache is from a file: call BoundedCache(model, …) once before, with the options of the cache, and "
+                "the model looks for text given again"
             )
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         # All masks of a call tell of it; that of full attention, where there is any, is enough.
@@ -241,8 +235,8 @@ def _reasons(
     kind, reasons = type(model).__name__, {layer.number: layer.reason for layer in cached}
     if not cached:
         raise ValueError(
-            f"no layer of {kind} keeps keys and values of a causal text (of a prefix that sees later tokens, as "
-            "PaliGemma's, none does), so that there is no cache to bound; linearize_ makes an encoder cheaper"
+            f"no layer of {kind} keeps keys and values of a causal text (a prefix may "
+            "see later tokens), so that there is no cache to bound; linearize_ makes an encoder cheaper"
         )
     # Softmax within a window is what those layers are; where all have one, the wider ones take more than the budget.
     is_mixed = any(layer.window is None for layer in cached)

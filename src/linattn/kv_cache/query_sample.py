@@ -39,7 +39,7 @@ class SampleAttention(NamedTuple):
 class QuerySample(NamedTuple):
     """Queries times the scale, per key/value head."""
 
-    query: Tensor  # (B, H, S, D), at least float32; 0 for those of masked tokens, and for what is no number
+    query: Tensor  # (B, H, S, D), at least float32; 0 where it is not there
     there: Tensor  # (B, H, S), false for these
 
     @classmethod
@@ -97,7 +97,7 @@ class QuerySample(NamedTuple):
 
 
 def _are_numbers(rows: Tensor) -> Tensor:
-    """Whether all coordinates of queries are numbers, and their squares: one that is none would spoil every mass."""
+    """Whether queries and their squares are numbers: others would spoil every mass."""
     return (rows.abs() <= FARTHEST).all(-1)
 
 

@@ -4,8 +4,8 @@ The stream is cut into blocks. A query sees the keys of its own block up to itse
 exactly. As its block begins, the keys of the block before those join the merged ones. Where these are too many then,
 they are merged by what a sample of the latest queries attends to.
 
-Masked tokens before a row's first live one are cut off by `attend_by_groups`. Later ones would take the room of others:
-a call with such is cut into runs of live tokens, which go on with the stream, and of masked ones, which only read it.
+`attend_by_groups` cuts off masked tokens before a row's first live one. Later ones would take the room of others: such
+a call is cut into runs of live tokens, which go on with the stream, and of masked ones, which only read it.
 """
 
 import itertools

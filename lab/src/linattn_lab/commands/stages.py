@@ -25,11 +25,7 @@ class Stages(Watch):
     pace: Pace | None  # the work; None until it is known how much there is
 
     def __init__(
-        self,
-        console: Console,
-        show: Callable[[str, Pace | None], None],
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, console: Console, show: Callable[[str, Pace | None], None], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Nothing is printed yet."""
         self.pace = None

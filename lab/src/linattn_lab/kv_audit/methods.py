@@ -12,15 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from linattn.hf import (
-    AttentionCall,
-    BoundedCache,
-    BoundedLayerReport,
-    Cache,
-    PreTrainedModel,
-    intercept,
-    new_cache,
-)
+from linattn.hf import AttentionCall, BoundedCache, BoundedLayerReport, Cache, PreTrainedModel, intercept, new_cache
 from linattn.hf.linearization import choose_layers
 from linattn.kv_cache import MergedKV
 from linattn.kv_cache.budget import Sizes, check_budget, kept_bytes, within_budget

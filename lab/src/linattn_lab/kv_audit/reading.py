@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ class Writing(NamedTuple):
 def read(model: PreTrainedModel, tokens: Tensor, cache: Cache, *, last: int, chunk: int) -> Reading:
     """Read a text chunk by chunk, as a long prompt is: the cache is bounded within the prefill already."""
     length, parts, seconds = tokens.shape[1], [], 0.0
-    with _timed(model.get_output_embeddings()) as outputs:
+    with _timed(cast(Any, model).get_output_embeddings()) as outputs:
         for start in range(0, length, chunk):
             stop, begin = min(start + chunk, length), time.perf_counter()
             count = stop - max(start, length - last)
@@ -60,15 +60,11 @@ def same_beginning(first: Tensor, second: Tensor) -> int:
 
 @contextmanager
 def _timed(module: nn.Module | None) -> Iterator[list[float]]:
-    """The seconds of each call of a module; none where a model has no such module."""
-    begins, seconds = list[float](), list[float]()
-    if module is None:
-        yield seconds
-        return
-    hooks = (
-        module.register_forward_pre_hook(lambda *_: begins.append(time.perf_counter())),
-        module.register_forward_hook(lambda *_: seconds.append(time.perf_counter() - begins[-1])),
-    )
+    """Seconds that sum up to those of a module's calls; none where a model has no such module."""
+    seconds: list[float] = []
+    hooks = [] if module is None else [module.register_forward_hook(lambda *_: seconds.append(time.perf_counter()))]
+    if module is not None:
+        hooks.append(module.register_forward_pre_hook(lambda *_: seconds.append(-time.perf_counter())))
     try:
         yield seconds
     finally:

@@ -14,16 +14,7 @@ from torch import Tensor
 import linattn
 from linattn.hf import LinearLMForCausalLM
 from linattn.nn import RedrawSchedule
-from linattn.training import (
-    Notify,
-    Processes,
-    Trained,
-    Training,
-    WorkFolder,
-    alone_in,
-    train,
-    weights_digest,
-)
+from linattn.training import Notify, Processes, Trained, Training, WorkFolder, alone_in, train, weights_digest
 from linattn_lab.pretraining.config import TrainConfig
 from linattn_lab.pretraining.corpus import Corpus
 from linattn_lab.pretraining.looks import Looks

@@ -134,12 +134,7 @@ def train(
 
 
 def training(
-    network: Network,
-    task: Recall,
-    attend: Attend,
-    *parts: float | str,
-    rate: float = _TUNING_RATE,
-    warm_up: int = 1,
+    network: Network, task: Recall, attend: Attend, *parts: float | str, rate: float = _TUNING_RATE, warm_up: int = 1
 ) -> Iterator[int]:
     """Steps of AdamW without end, each on sequences of its own; yields how many were taken."""
     optimizer = torch.optim.AdamW(network.parameters(), lr=rate)

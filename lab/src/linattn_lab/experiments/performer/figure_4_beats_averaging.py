@@ -13,15 +13,7 @@ from functools import partial
 
 from linattn_lab.experiments.experiment import UNIFORM, Axes, FigureRow, Measurement, Sizes, Verdict
 from linattn_lab.experiments.judging import STANDARD_ERRORS, decide, in_series
-from linattn_lab.experiments.performer._figure_4 import (
-    FIXED,
-    POSITIVE,
-    RANDOM,
-    SIGMAS,
-    lead,
-    mean_error,
-    median_error,
-)
+from linattn_lab.experiments.performer._figure_4 import FIXED, POSITIVE, RANDOM, SIGMAS, lead, mean_error, median_error
 
 CLAIM = "FAVOR+ with 256 features approximates softmax attention: it is better than averaging the values."
 SOURCE = "Performer paper (arXiv 2009.14794), figure 4 and appendix A.3; the baseline is added"

@@ -177,8 +177,8 @@ def _of_all_methods(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
     """Rows on the passages and texts that every method with a row of that length or task has read."""
     places = [(key_of(row), (row.num_tokens, row.task if isinstance(row, TaskRow) else None)) for row in rows]
     read: dict[tuple[int, str | None], dict[tuple[str, int], set[tuple[str, int]]]] = {}
-    for (_, text, number, _, *method), kind in places:
-        read.setdefault(kind, {}).setdefault((method[0], method[1]), set()).add((text, number))
+    for (_, text, number, _, method, budget), kind in places:
+        read.setdefault(kind, {}).setdefault((method, budget), set()).add((text, number))
     common = {kind: set.intersection(*methods.values()) for kind, methods in read.items()}
     return [row for row, (key, kind) in zip(rows, places, strict=True) if key[1:3] in common[kind]]
 
