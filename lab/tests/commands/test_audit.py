@@ -205,7 +205,7 @@ def test_a_finished_audit_is_measured_anew_when_asked_for(run, tmp_path, measure
     assert run("--map", "Relu", "--again").exit_code == 0
     assert measured == ["Relu"] * 4
     assert without_times(figures(file)) == without_times(rows)
-    assert file.with_name("audit.1.jsonl").read_bytes() == before
+    assert file.with_name("audit.replaced.1.jsonl").read_bytes() == before
 
 
 def test_an_interrupt_leaves_a_page_of_what_is_measured(run, tmp_path, ends):

@@ -185,9 +185,9 @@ def test_other_weights_in_the_folder_are_another_model(run, model, tmp_path):
 def test_what_is_measured_again_is_kept_aside(run, tmp_path):
     assert run("--budget", "40,48").exit_code == 0
     result = run("--budget", "48", "--again")
-    assert "memory.1.jsonl." in result.output.replace("\n", "")
+    assert "memory.replaced.1.jsonl." in result.output.replace("\n", "")
     assert "were measured before" not in result.output
-    former, rows = MEMORY.read(tmp_path / "out" / "memory.1.jsonl")
+    former, rows = MEMORY.read(tmp_path / "out" / "memory.replaced.1.jsonl")
     assert (former.budgets, len(rows)) == ([40, 48], 6)
 
 
