@@ -125,7 +125,7 @@ def test_figures_that_are_kept_are_those_of_the_report(writer, audited):
         memory_tables.audits_of(file)
 
 
-def test_an_unfinished_audit_is_not_taken(audited):
+def test_an_unfinished_audit_is_not_taken(writer, audited):
     import memory_tables
 
     header, rows = MEMORY.read(audited / "memory.jsonl")

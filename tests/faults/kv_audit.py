@@ -332,7 +332,7 @@ FAULTS = (
     Fault(
         "score a task that the full cache fails",
         REPORT + "summary.py",
-        "row.method == FULL or _place(row) not in unanswered",
+        "row.method == FULL or row not in failed",
         "True",
         SHOWN,
     ),

@@ -174,6 +174,9 @@ def test_a_cache_of_another_process_refuses_it_too(language_model, family: str) 
     cache = BoundedCache(model, config=FEW)
     model(IDS, past_key_values=cache)
     loaded, wanted = pickle.loads(pickle.dumps(cache)), model(IDS[:, :3], past_key_values=cache.fork()).logits
+    # A fork is of this process: a call that passes the hooks by takes it.
+    calls = model.base_model, model.base_model.forward
+    assert torch.equal(*(call(IDS[:, :3], past_key_values=cache.fork())[0] for call in calls))
     fresh.set_attn_implementation("linattn")
     assert not fresh._forward_pre_hooks
     for _ in range(2):

@@ -111,7 +111,7 @@ def _by_position(name: str, content: bytes) -> Iterator[tuple[int, bytes]]:
 def python_documents() -> Iterator[Document]:
     """The sources of Python's standard library and the topics of its language reference, as this Python has them.
 
-    A topic whose lines all stand in another one is left out, that training and test share no section.
+    A topic whose lines all stand in another one is left out, so that training and test do not share it.
 
     Example:
         >>> names = {name for name, _ in python_documents()}

@@ -123,7 +123,7 @@ class MemorySummary:
             return False
         read = {(task, x.num_tokens) for x in bounded for task in (*x.tasks, *([FACTS] if x.facts else []))}
         return all(
-            (task, length) in read or f"{task} at {length:,}" in self.unanswered
+            (task, length) in read or _place(task, length) in self.unanswered
             for task in self.header.tasks
             for length in self.header.lengths
             if f"{task} at {length}" not in self.header.left_out
@@ -162,7 +162,8 @@ def summarise_memory(path: Path) -> MemorySummary:
     """
     header, every = MEMORY.so_far(path)
     unanswered = _unanswered(every)
-    rows = _of_all_methods([row for row in every if row.method == FULL or _place(row) not in unanswered])
+    failed = [row for row in every if isinstance(row, TaskRow) and _place(row.task, row.num_tokens) in unanswered]
+    rows = _of_all_methods([row for row in every if row.method == FULL or row not in failed])
     passages = [row for row in rows if isinstance(row, PassageRow)]
     if not passages:
         raise ValueError(f"{path} holds no figures yet; run the same command again")
@@ -251,9 +252,9 @@ def _ratio(texts: Sequence[PassageRow], rows: Sequence[MemoryRow]) -> Ratio | No
     return paired_ratio([row.kl for row in texts], [others[row.text, row.passage] for row in texts])
 
 
-def _place(row: MemoryRow) -> str:
-    """A task and its length in words; empty for a passage."""
-    return f"{row.task} at {row.num_tokens:,}" if isinstance(row, TaskRow) else ""
+def _place(task: str, num_tokens: int) -> str:
+    """A task and its length in words."""
+    return f"{task} at {num_tokens:,}"
 
 
 def _unanswered(rows: Sequence[MemoryRow]) -> dict[str, float]:
@@ -261,5 +262,5 @@ def _unanswered(rows: Sequence[MemoryRow]) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for row in rows:
         if isinstance(row, TaskRow) and row.method == FULL:
-            found.setdefault(_place(row), []).append(row.score)
+            found.setdefault(_place(row.task, row.num_tokens), []).append(row.score)
     return {place: fmean(scores) for place, scores in found.items() if fmean(scores) < ENOUGH}
